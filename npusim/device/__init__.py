@@ -1,0 +1,1 @@
+"""The card and its driver: HBM, ledger of bytes, event log, streams, clock, faults. Knows neither torch nor torch_npu."""

@@ -1,0 +1,38 @@
+"""Every error that npusim raises in its own name.
+
+Errors raised *in the vendor's place* (out of memory, a failed ACL call, xlite's checks) have the vendor's class and text
+instead; npusim's explanation then follows as a note on the exception.
+"""
+
+from __future__ import annotations
+
+
+class NpusimError(Exception):
+    """Root of npusim's own errors: the simulation was asked for something it must refuse."""
+
+
+class ProfileError(NpusimError):
+    """A device profile is missing, unreadable or inconsistent; the text names the key, the value and what is allowed."""
+
+
+class WorldError(NpusimError):
+    """A world was built or used in a way that cannot work, e.g. two active worlds, or none where one is needed."""
+
+
+class UnmodelledCallError(NpusimError, NotImplementedError):
+    """The vendor API was called in a way that the double does not model.
+
+    Nothing is faked: add the call to the double, or keep the test on hardware. The text names the call.
+    """
+
+
+class UncomputedValueError(NpusimError, RuntimeError):
+    """A value was read from a simulated tensor that has a shape but no numbers behind it.
+
+    In shape mode only small host-made or integer data is computed. Read a tensor that has values, tell the world what to
+    read, or run the scenario in real mode.
+    """
+
+
+class CollectiveMismatchError(NpusimError, RuntimeError):
+    """Ranks met in a collective with different operations or sizes, or one of them never arrived."""

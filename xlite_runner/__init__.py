@@ -1,0 +1,1 @@
+"""xlite_runner: the xlite model runner and its memory profiling, above the vendor's API."""

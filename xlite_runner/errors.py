@@ -1,0 +1,15 @@
+"""Every error that xlite_runner raises in its own name. Upstream's errors keep upstream's class (mostly ValueError)."""
+
+from __future__ import annotations
+
+
+class XliteRunnerError(Exception):
+    """Root of the runner's own errors."""
+
+
+class ScenarioError(XliteRunnerError, ValueError):
+    """A scenario (file or flags) cannot be run; the text names the key, its value and what is allowed."""
+
+
+class UnsupportedModelError(XliteRunnerError, ValueError):
+    """The model's architecture, or a value in its ``config.json``, has no implementation here."""

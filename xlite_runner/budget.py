@@ -1,0 +1,96 @@
+"""The memory budget of one rank: from what profiling measured to the memory left for the KV cache, and the log about it.
+
+Formulas and wording of vllm-ascend's worker (0.22.1rc1, ``vllm_ascend/worker/worker.py``). All figures in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+MIB = 1 << 20
+REDUNDANCY_BUFFER_BYTES = 150 * MIB
+"""Kept out of the suggestions, since profiling may underestimate what others than torch allocate (exact, upstream)."""
+
+
+def format_gib(num_bytes: float) -> str:
+    """GiB as upstream prints them: rounded to two decimals, without trailing zeros (``0.0``, ``10.5``)."""
+    return str(round(num_bytes / GIB, 2))
+
+
+def requested_memory(total_memory: int, gpu_memory_utilization: float) -> float:
+    """What the instance may use in all. A float, not rounded up, as on Ascend (upstream's GPU worker does round up)."""
+    return total_memory * gpu_memory_utilization
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonKVMemory:
+    """What one rank needs besides the KV cache, as profiling measured it."""
+
+    weights: int
+    peak_activation: int
+    non_torch: int
+
+    @property
+    def total(self) -> int:
+        """The sum of the three."""
+        return self.weights + self.peak_activation + self.non_torch
+
+
+def available_kv_cache_memory(requested: float, non_kv: NonKVMemory, graph_estimate: int = 0) -> float:
+    """What is left for the KV cache.
+
+    Args:
+        requested: Of :func:`requested_memory`.
+        non_kv: What everything else needs.
+        graph_estimate: What is set aside for graphs captured later.
+
+    Returns:
+        A float with a fraction below one byte, which the worker cuts off; negative if nothing is left.
+    """
+    return requested - non_kv.total - graph_estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheMemorySuggestions:
+    """Values proposed for ``--kv-cache-memory``: within the requested memory, and with all free memory of the device."""
+
+    fit_requested: int
+    use_free: int
+
+
+def suggest_kv_cache_memory(
+    requested: float, free_at_start: int, non_kv: NonKVMemory, graph: int
+) -> KVCacheMemorySuggestions:
+    """Propose sizes for the KV cache once the graphs are captured, with a margin of 150 MiB."""
+    reserved = non_kv.total + graph + REDUNDANCY_BUFFER_BYTES
+    return KVCacheMemorySuggestions(fit_requested=int(requested) - reserved, use_free=free_at_start - reserved)
+
+
+def available_kv_cache_message(available: float) -> str:
+    """The log line after profiling."""
+    return f"Available KV cache memory: {available / GIB:.2f} GiB"
+
+
+def free_memory_message(
+    *,
+    total: int,
+    free_at_start: int,
+    gpu_memory_utilization: float,
+    requested: float,
+    non_kv: NonKVMemory,
+    graph: int,
+    available: float,
+) -> str:
+    """The log line after warm-up: where the memory went, and the suggestions for ``--kv-cache-memory``."""
+    suggested = suggest_kv_cache_memory(requested, free_at_start, non_kv, graph)
+    return (
+        f"Free memory on device ({format_gib(free_at_start)}/{format_gib(total)} GiB) on startup. "
+        f"Desired GPU memory utilization is ({gpu_memory_utilization}, {format_gib(requested)} GiB). "
+        f"Actual usage: {format_gib(non_kv.weights)} GiB for weights, {format_gib(non_kv.peak_activation)} GiB for peak "
+        f"activation, {format_gib(non_kv.non_torch)} GiB for non-torch memory, {format_gib(graph)} GiB for NPU graph "
+        f"memory. Replace gpu_memory_utilization with `--kv-cache-memory={suggested.fit_requested}` "
+        f"({format_gib(suggested.fit_requested)} GiB) to fit into requested memory, or "
+        f"`--kv-cache-memory={suggested.use_free}` ({format_gib(suggested.use_free)} GiB) to fully utilize NPU free "
+        f"memory. Current KV cache memory: {format_gib(available)} GiB."
+    )

@@ -1,0 +1,37 @@
+"""Configuration: the model (``model_config``), the user's settings (``engine_args``), the rules between them (``platform``),
+and the result that every other module takes (``runner_config``).
+"""
+
+from xlite_runner.config.engine_args import EngineArgs
+from xlite_runner.config.model_config import Llama3RopeScaling, ModelConfig, MoeConfig
+from xlite_runner.config.platform import check_and_update_config
+from xlite_runner.config.runner_config import (
+    AscendConfig,
+    CacheConfig,
+    CompilationConfig,
+    CUDAGraphMode,
+    ParallelConfig,
+    ProfilePolicy,
+    RunnerConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    XliteGraphConfig,
+)
+
+__all__ = [
+    "AscendConfig",
+    "CUDAGraphMode",
+    "CacheConfig",
+    "CompilationConfig",
+    "EngineArgs",
+    "Llama3RopeScaling",
+    "ModelConfig",
+    "MoeConfig",
+    "ParallelConfig",
+    "ProfilePolicy",
+    "RunnerConfig",
+    "SchedulerConfig",
+    "SpeculativeConfig",
+    "XliteGraphConfig",
+    "check_and_update_config",
+]

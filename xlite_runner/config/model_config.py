@@ -1,0 +1,196 @@
+"""What a Hugging Face ``config.json`` says about a model, as far as the runner uses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, Strict, ValidationError
+from pydantic.dataclasses import dataclass
+
+from xlite_runner.errors import UnsupportedModelError
+from xlite_runner.validation import explain
+
+if TYPE_CHECKING:
+    from xlite_runner.config.runner_config import ParallelConfig
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+DTYPE_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of one element, by torch's name of the dtype."""
+
+_STRICT = ConfigDict(strict=True, extra="ignore")
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class Llama3RopeScaling:
+    """Frequency scaling of Llama 3.1; it changes the rotary values, no shape."""
+
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class MoeConfig:
+    """The routed experts of a mixture-of-experts model; defaults are those of the Hugging Face class."""
+
+    num_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+    moe_intermediate_size: PositiveInt
+    norm_topk_prob: bool = False
+    decoder_sparse_step: PositiveInt = 1
+    mlp_only_layers: Annotated[tuple[NonNegativeInt, ...], Strict(False)] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) must not exceed num_experts ({self.num_experts})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModelConfig:
+    """The dimensions of one decoder-only model, under Hugging Face's names. Build it with :meth:`from_hf`.
+
+    ``dtype`` is torch's name of the weights' dtype. ``attention_bias`` says whether the QKV projection has a bias,
+    ``attention_output_bias`` the same of the output projection. ``moe`` is None for a dense model.
+    """
+
+    architecture: str
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    intermediate_size: PositiveInt
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    rms_norm_eps: PositiveFloat = 1e-6
+    rope_theta: PositiveFloat = 10000.0
+    rope_scaling: Llama3RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    hidden_act: Literal["silu"] = "silu"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    moe: MoeConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})"
+            )
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | Path) -> ModelConfig:
+        """Read a model's dimensions.
+
+        Args:
+            source: The parsed ``config.json``, or its path.
+
+        Raises:
+            UnsupportedModelError: The file cannot be read, its architecture is not implemented, or a key is missing or
+                has a value that is not supported; the text names the key, the value and what is allowed.
+        """
+        where, hf = ("config.json", source) if isinstance(source, Mapping) else (str(source), _read_json(source))
+        try:
+            return cls(**_fields_from_hf(hf))
+        except ValidationError as error:
+            raise UnsupportedModelError(f"{where}: {explain(error)}") from None
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{where}: {error}") from None
+
+    @property
+    def dtype_size(self) -> int:
+        """Bytes of one element of the weights, activations and KV cache."""
+        return DTYPE_SIZES[self.dtype]
+
+    def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int:
+        """Query heads of one tensor-parallel rank."""
+        return self.num_attention_heads // parallel_config.tensor_parallel_size
+
+    def get_num_kv_heads(self, parallel_config: ParallelConfig) -> int:
+        """Key/value heads of one tensor-parallel rank; with fewer heads than ranks every rank keeps one (a replica)."""
+        return max(1, self.num_key_value_heads // parallel_config.tensor_parallel_size)
+
+    def is_moe_layer(self, layer_index: int) -> bool:
+        """Whether the layer, counted from 0, has routed experts instead of a dense MLP."""
+        return (
+            self.moe is not None
+            and layer_index not in self.moe.mlp_only_layers
+            and (layer_index + 1) % self.moe.decoder_sparse_step == 0
+        )
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnsupportedModelError(f"{path}: cannot read the model's config.json: {error.strerror}") from None
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path}: not a JSON file: {error}") from None
+    if not isinstance(content, dict):
+        raise UnsupportedModelError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of ModelConfig; what the file leaves out is left to the class, or derived as upstream does."""
+    architecture = _architecture(hf)
+    fields = {key: hf[key] for key in ModelConfig.__dataclass_fields__ if hf.get(key) is not None}
+    fields["architecture"] = architecture
+    fields["dtype"] = _dtype(hf)
+    fields.pop("rope_scaling", None)
+    fields |= _rope(hf)
+    if architecture == "LlamaForCausalLM":
+        if hf.get("mlp_bias"):
+            raise UnsupportedModelError("mlp_bias = True is not supported; allowed: false")
+        fields.setdefault("num_key_value_heads", hf.get("num_attention_heads"))
+        fields["attention_output_bias"] = fields.get("attention_bias", False)
+    if architecture == "Qwen2ForCausalLM":
+        fields["attention_bias"] = True  # the class has QKV biases, no key says so
+    if hf.get("use_sliding_window"):
+        raise UnsupportedModelError("use_sliding_window = True is not supported; allowed: false")
+    if architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM") and "head_dim" not in fields:
+        hidden_size, num_heads = hf.get("hidden_size"), hf.get("num_attention_heads")
+        if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
+            fields["head_dim"] = hidden_size // num_heads
+    if architecture == "Qwen3MoeForCausalLM":
+        fields["moe"] = MoeConfig(**{key: hf[key] for key in MoeConfig.__dataclass_fields__ if key in hf})
+    return fields
+
+
+def _architecture(hf: Mapping[str, Any]) -> str:
+    architectures = hf.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise UnsupportedModelError(
+            f'key "architectures" must be a list with one of {", ".join(SUPPORTED_ARCHITECTURES)}, not {architectures!r}'
+        )
+    if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{architectures[0]} not supported! Supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+    return architectures[0]
+
+
+def _dtype(hf: Mapping[str, Any]) -> object:
+    # As upstream's dtype "auto": float32 and no dtype at all become the platform's preferred bfloat16.
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    return "bfloat16" if dtype == "float32" else dtype
+
+
+def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    # transformers 5 writes rope_parameters, which holds the theta too; earlier versions rope_theta and rope_scaling.
+    parameters = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or {})}
+    fields = {"rope_theta": parameters["rope_theta"]} if parameters.get("rope_theta") is not None else {}
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    if rope_type == "llama3":
+        fields["rope_scaling"] = Llama3RopeScaling(**parameters)
+    elif rope_type != "default":
+        raise UnsupportedModelError(f"rope_type = {rope_type!r} is not supported; allowed: default, llama3")
+    return fields

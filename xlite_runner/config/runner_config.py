@@ -1,0 +1,148 @@
+"""The effective configuration of one engine: user settings after the platform's rules. Frozen, nothing global."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from xlite_runner.config.model_config import ModelConfig
+
+
+class ProfilePolicy(Enum):
+    """What the memory-profiling run executes when xlite runs in full mode."""
+
+    RUNNABLE = "runnable"
+    """The ACL-graph runnable, as for any other model (vllm-ascend before PR #11380)."""
+    SKIP = "skip"
+    """Nothing: the wrapper returns its hidden-states buffer (PR #11380)."""
+
+
+class CUDAGraphMode(Enum):
+    """Which forwards are captured as device graphs (upstream's name; on Ascend these are ACL graphs)."""
+
+    NONE = "NONE"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is spread over devices.
+
+    Ranks count tensor-parallel fastest, then pipeline, then data parallel.
+    """
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Devices of one data-parallel replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def world_size_across_dp(self) -> int:
+        """Devices of all replicas together."""
+        return self.world_size * self.data_parallel_size
+
+    @property
+    def ep_world_size(self) -> int:
+        """Ranks of the expert-parallel group, which exists whether or not experts are spread over it."""
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def moe_ep_size(self) -> int:
+        """Ranks over which whole experts are spread."""
+        return self.ep_world_size if self.enable_expert_parallel else 1
+
+    @property
+    def moe_tp_size(self) -> int:
+        """Ranks over which every single expert is split."""
+        return 1 if self.enable_expert_parallel else self.ep_world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one scheduling step. Lengths in tokens."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The KV cache: tokens per block, and the memory it may take.
+
+    With ``kv_cache_memory_bytes`` the utilization is not respected.
+    """
+
+    block_size: int = 128
+    gpu_memory_utilization: float = 0.92
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilationConfig:
+    """Graph capture: mode and, ascending, the token counts to capture (empty with mode NONE or ``enforce_eager``)."""
+
+    enforce_eager: bool
+    cudagraph_mode: CUDAGraphMode
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+
+    @property
+    def max_cudagraph_capture_size(self) -> int:
+        """The largest captured token count, 0 if nothing is captured."""
+        return max(self.cudagraph_capture_sizes, default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class XliteGraphConfig:
+    """Whether xlite executes the model, and if so every step (``full_mode``) or only decode steps."""
+
+    enabled: bool = False
+    full_mode: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AscendConfig:
+    """Settings of the Ascend platform (``additional_config`` upstream)."""
+
+    xlite_graph_config: XliteGraphConfig
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding."""
+
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """Everything a worker needs to know; the counterpart of upstream's ``VllmConfig``.
+
+    ``environment`` holds the environment variables after the platform's rules. Get one from
+    :func:`xlite_runner.config.check_and_update_config`.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    compilation: CompilationConfig
+    ascend: AscendConfig
+    speculative: SpeculativeConfig | None
+    environment: Mapping[str, str]
+    seed: int
+
+    @property
+    def uniform_decode_query_len(self) -> int:
+        """Tokens that one request contributes to a decode step."""
+        return 1 + (self.speculative.num_speculative_tokens if self.speculative else 0)

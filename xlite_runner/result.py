@@ -1,0 +1,63 @@
+"""What a profiled start-up measured: one record per policy, exact bytes, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Grade = Literal["exact", "calibrated", "assumed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerRow:
+    """Device memory of one owner at the end of start-up; ``grade`` and ``source`` say how far the figure can be trusted."""
+
+    owner: str
+    label: str
+    num_bytes: int
+    grade: Grade
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """One rank's figures, in bytes unless named otherwise.
+
+    ``graph_bytes`` is what graph capture took, ``graph_estimate_bytes`` what had been set aside for it. The two
+    suggestions are the values that the start-up log proposes for ``--kv-cache-memory``: to fit into the requested
+    memory, and to use all memory that was free at the start; None where upstream prints no suggestion.
+    """
+
+    rank: int
+    total_memory_bytes: int
+    free_memory_at_start_bytes: int
+    requested_memory_bytes: int
+    weights_bytes: int
+    peak_activation_bytes: int
+    non_torch_bytes: int
+    graph_bytes: int
+    graph_estimate_bytes: int
+    available_kv_cache_bytes: int
+    kv_cache_bytes: int
+    xlite_pool_mb: int | None = None
+    suggested_kv_cache_memory_bytes: int | None = None
+    suggested_kv_cache_memory_full_bytes: int | None = None
+    ledger: tuple[LedgerRow, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileResult:
+    """One start-up under one profile policy: every rank, the common KV-cache plan and the log as upstream words it."""
+
+    policy: str
+    ranks: tuple[RankResult, ...]
+    num_gpu_blocks: int
+    num_kv_cache_tokens: int
+    max_concurrency: float
+    log_lines: tuple[str, ...] = ()
+    event_log_digest: str | None = None
+
+    @property
+    def limiting_rank(self) -> RankResult:
+        """The rank with the least memory for the KV cache, which sets the number of blocks of all (first of equals)."""
+        return min(self.ranks, key=lambda rank: (rank.available_kv_cache_bytes, rank.rank))

@@ -1,0 +1,208 @@
+"""Kernels that make, view, resize and copy tensors: the operators that every other one is built on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from npusim.torch_backend.registration import kernel, platform
+from npusim.torch_backend.storage import CPU_KEYS, contiguous_stride, span_bytes, tensor_over
+from npusim.torch_backend.tensors import is_simulated, new_like, new_on, runtime_of
+
+_as_strided = torch.ops.aten.as_strided.default
+_view = torch.ops.aten.view.default
+_view_dtype = torch.ops.aten.view.dtype
+_set = torch.ops.aten.set_.source_Storage_storage_offset
+
+
+@kernel("aten", "empty.memory_format")
+def empty(
+    size: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """``torch.empty``; any memory format but channels-last is contiguous."""
+    del layout, pin_memory
+    if memory_format in (torch.channels_last, torch.channels_last_3d):
+        stand_in = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
+        return empty_strided(size, stand_in.stride(), dtype, device=device)
+    return new_on(runtime_of(device), size, dtype or torch.get_default_dtype())
+
+
+@kernel("aten", "empty_strided")
+def empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> torch.Tensor:
+    """``torch.empty_strided``."""
+    del layout, pin_memory
+    dtype = dtype or torch.get_default_dtype()
+    size, stride = tuple(size), tuple(stride)
+    storage = platform().storages.allocate(runtime_of(device), span_bytes(size, stride, dtype.itemsize))
+    return tensor_over(storage, dtype, size, stride)
+
+
+@kernel("aten", "as_strided")
+def as_strided(
+    tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """A view; every other view operator of torch ends here or in :func:`view`."""
+    result: torch.Tensor = _as_strided.redispatch(CPU_KEYS, tensor, size, stride, storage_offset)
+    return result
+
+
+@kernel("aten", "view")
+def view(tensor: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """``Tensor.view``."""
+    result: torch.Tensor = _view.redispatch(CPU_KEYS, tensor, size)
+    return result
+
+
+@kernel("aten", "view.dtype")
+def view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``Tensor.view(dtype)``: the same bytes under another type."""
+    result: torch.Tensor = _view_dtype.redispatch(CPU_KEYS, tensor, dtype)
+    return result
+
+
+@kernel("aten", "_reshape_alias")
+def reshape_alias(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The view that ``reshape`` takes where no copy is needed."""
+    return as_strided(tensor, size, stride, tensor.storage_offset())
+
+
+@kernel("aten", "set_.source_Storage_storage_offset")
+def set_storage(
+    tensor: torch.Tensor, source: Any, storage_offset: int, size: Sequence[int], stride: Sequence[int] = ()
+) -> torch.Tensor:
+    """Point a tensor at another storage."""
+    storage = getattr(source, "_untyped_storage", source)
+    stride = tuple(stride) or contiguous_stride(tuple(size))
+    result: torch.Tensor = _set.redispatch(CPU_KEYS, tensor, storage, storage_offset, size, stride)
+    return result
+
+
+@kernel("aten", "set_.source_Storage")
+def set_whole_storage(tensor: torch.Tensor, source: Any) -> torch.Tensor:
+    """Point a tensor at the whole of another storage."""
+    storage = getattr(source, "_untyped_storage", source)
+    return set_storage(
+        tensor, storage, 0, (platform().storages.of_storage(storage).num_bytes // tensor.element_size(),), (1,)
+    )
+
+
+@kernel("aten", "set_.source_Tensor")
+def set_tensor(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Make a tensor an alias of another."""
+    return set_storage(tensor, source.untyped_storage(), source.storage_offset(), source.size(), source.stride())
+
+
+@kernel("aten", "set_")
+def set_nothing(tensor: torch.Tensor) -> torch.Tensor:
+    """Point a tensor at an empty storage, so that it holds no memory any more."""
+    storage = platform().storages.allocate(runtime_of(tensor.device), 0)
+    return set_storage(tensor, storage, 0, (0,), (1,))
+
+
+@kernel("aten", "resize_")
+def resize(tensor: torch.Tensor, size: Sequence[int], memory_format: torch.memory_format | None = None) -> torch.Tensor:
+    """``Tensor.resize_``: new memory only if the storage is too small; its bytes are kept."""
+    del memory_format
+    size = tuple(size)
+    stride = contiguous_stride(size)
+    storages = platform().storages
+    needed_bytes = span_bytes(size, stride, tensor.element_size(), tensor.storage_offset())
+    storage = tensor.untyped_storage()
+    if storages.of(tensor).num_bytes < needed_bytes:
+        storage = storages.allocate(runtime_of(tensor.device), needed_bytes)
+    return set_storage(tensor, storage, tensor.storage_offset(), size, stride)
+
+
+def resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """``UntypedStorage.resize_``: how vendor code gives a tensor's memory back before the tensor dies.
+
+    Raises:
+        NotImplementedError: Growing a storage that others may see; upstream only ever shrinks to 0.
+    """
+    record = platform().storages.of_storage(storage)
+    if num_bytes == 0:
+        record.release()
+    elif num_bytes != record.num_bytes:
+        raise NotImplementedError(
+            f"resize_ of an npu storage from {record.num_bytes} to {num_bytes} bytes is not modelled; only to 0"
+        )
+
+
+@kernel("aten", "_copy_from")
+def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``target.copy_(source)`` where at least one side is on a device."""
+    del non_blocking
+    values = platform().values
+    if not is_simulated(target):
+        target.copy_(values.read(source))
+    elif not is_simulated(source):
+        values.write(target, source.expand(target.shape))
+    elif source.numel():
+        values.update((target,), (source,), lambda host: host.expand(target.shape))
+    return target
+
+
+@kernel("aten", "_copy_from_and_resize")
+def copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``_copy_from`` into a target that takes the source's size."""
+    if target.shape != source.shape:
+        target.resize_(source.shape)
+    return copy_from(source, target)
+
+
+@kernel("aten", "_local_scalar_dense")
+def local_scalar_dense(tensor: torch.Tensor) -> bool | int | float | complex:
+    """``Tensor.item``."""
+    number: bool | int | float | complex = platform().values.read(tensor).item()
+    return number
+
+
+@kernel("aten", "fill_.Scalar")
+def fill_scalar(tensor: torch.Tensor, value: complex) -> torch.Tensor:
+    """``Tensor.fill_``; no memory."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    platform().values.update((tensor,), (), lambda: torch.full(shape, value, dtype=dtype, device="cpu"))
+    return tensor
+
+
+@kernel("aten", "zero_")
+def zero(tensor: torch.Tensor) -> torch.Tensor:
+    """``Tensor.zero_``; no memory."""
+    return fill_scalar(tensor, 0)
+
+
+@kernel("aten", "clone")
+def clone(tensor: torch.Tensor, memory_format: torch.memory_format | None = None) -> torch.Tensor:
+    """``Tensor.clone``; contiguous unless the original's dense strides are to be preserved."""
+    if memory_format in (None, torch.preserve_format) and not tensor.is_contiguous():
+        stand_in = torch.empty_like(
+            torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        )
+        result = empty_strided(tensor.size(), stand_in.stride(), tensor.dtype, device=tensor.device)
+    else:
+        result = new_like(tensor)
+    if tensor.numel():
+        platform().values.compute((result,), (tensor,), lambda host: host)
+    return result
+
+
+@kernel("aten", "record_stream")
+def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+    """``Tensor.record_stream``: the memory is not reused before that stream is done."""
+    record = platform().storages.of(tensor)
+    if record.address:
+        record.device.allocator.record_stream(record.address, stream.stream_id)

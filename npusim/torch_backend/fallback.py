@@ -1,0 +1,161 @@
+"""What an ``aten`` operator without a kernel of its own does: outputs sized by torch's meta kernels, values by its CPU ones.
+
+Grade: assumed where torch_npu would allocate temporaries, too; those operators get kernels of their own in ``npusim.ops``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from npusim.errors import UnmodelledCallError
+from npusim.torch_backend.factories import empty_strided
+from npusim.torch_backend.registration import platform
+from npusim.torch_backend.storage import CPU_KEYS, contiguous_stride
+from npusim.torch_backend.tensors import is_simulated, new_on, runtime_of
+
+_as_strided = torch.ops.aten.as_strided.default
+
+SHAPE_FOLLOWS_VALUES = frozenset(
+    {
+        "aten::nonzero",
+        "aten::masked_select",
+        "aten::_unique2",
+        "aten::unique_consecutive",
+        "aten::unique_dim",
+        "aten::repeat_interleave.Tensor",
+        "aten::bincount",
+        "aten::index.Tensor.bool",
+    }
+)
+"""Operators whose output size depends on the numbers in their inputs."""
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of the same geometry."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _name(op: Any) -> str:
+    overload = op._overloadname
+    name: str = op._schema.name
+    return name if overload in ("", "default") else f"{name}.{overload}"
+
+
+def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator on simulated tensors.
+
+    Raises:
+        UnmodelledCallError: It is not one of torch's own operators, so nothing is known about it.
+    """
+    name = _name(op)
+    if op.namespace != "aten":
+        raise UnmodelledCallError(f"operator {name} is not modelled on the simulated device")
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    inputs = [leaf for leaf in leaves if is_simulated(leaf)]
+    device = (
+        inputs[0].device if inputs else torch.device("npu", runtime_of(_device_argument(op, args, kwargs)).card.index)
+    )
+
+    def run(tensors: Any, where: str) -> Any:
+        replacements = iter(tensors)
+        lowered = [
+            next(replacements)
+            if is_simulated(leaf)
+            else torch.device(where)
+            if isinstance(leaf, torch.device)
+            else leaf.to(where)
+            if where == "meta" and isinstance(leaf, torch.Tensor) and leaf.dim()
+            else leaf
+            for leaf in leaves
+        ]
+        lowered_args, lowered_kwargs = pytree.tree_unflatten(lowered, spec)
+        return op(*lowered_args, **lowered_kwargs)
+
+    values = platform().values
+    if name in SHAPE_FOLLOWS_VALUES:
+        results = run([values.read(tensor) for tensor in inputs], "cpu")
+        outputs = pytree.tree_map_only(torch.Tensor, lambda host: _upload(host, device), results)
+        return outputs
+    metas = [stand_in(tensor) for tensor in inputs]
+    shapes = run(metas, "meta")
+    mutated = _mutated(op, args, kwargs)
+    if mutated:
+        return _in_place(mutated, metas, inputs, shapes, run)
+    flat, out_spec = pytree.tree_flatten(shapes)
+    outputs = [_place(shape, metas, inputs, device) for shape in flat]
+    fresh = [output for output, shape in zip(outputs, flat, strict=True) if _is_new(shape, metas)]
+    positions = [i for i, shape in enumerate(flat) if _is_new(shape, metas)]
+    if fresh:
+        values.compute(fresh, inputs, lambda *hosts: [pytree.tree_leaves(run(hosts, "cpu"))[i] for i in positions])
+    return pytree.tree_unflatten(outputs, out_spec)
+
+
+def _device_argument(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    for argument, value in zip(op._schema.arguments, args, strict=False):
+        if argument.name == "device" and value is not None:
+            return torch.device(value)
+    return None
+
+
+def _mutated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The simulated tensors that the operator writes to, by its schema."""
+    targets: list[torch.Tensor] = []
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            targets.extend(leaf for leaf in pytree.tree_leaves(value) if is_simulated(leaf))
+    return targets
+
+
+def _in_place(
+    mutated: list[torch.Tensor], metas: list[torch.Tensor], inputs: list[torch.Tensor], shapes: Any, run: Any
+) -> Any:
+    positions = [next(i for i, tensor in enumerate(inputs) if tensor is target) for target in mutated]
+    for target, position in zip(mutated, positions, strict=True):
+        if target.shape != metas[position].shape:  # an out= argument that the operator resized
+            target.resize_(metas[position].shape)
+
+    def compute(*hosts: torch.Tensor) -> list[torch.Tensor]:
+        # A target may come out of the operator larger than it went in (out=), so each run gets copies to write to.
+        copies = [host.clone() if i in positions else host for i, host in enumerate(hosts)]
+        run(copies, "cpu")
+        return [copies[i] for i in positions]
+
+    platform().values.update(mutated, inputs, compute)
+
+    def original(shape: Any) -> Any:
+        return next((t for t, meta in zip(inputs, metas, strict=True) if meta is shape), shape)
+
+    return pytree.tree_map_only(torch.Tensor, original, shapes)
+
+
+def _is_new(shape: Any, metas: list[torch.Tensor]) -> bool:
+    return isinstance(shape, torch.Tensor) and all(
+        shape.untyped_storage()._cdata != m.untyped_storage()._cdata for m in metas
+    )
+
+
+def _place(shape: Any, metas: list[torch.Tensor], inputs: list[torch.Tensor], device: torch.device) -> Any:
+    """The device tensor for one result of the meta run: a view of an input, or a new one."""
+    if not isinstance(shape, torch.Tensor):
+        return shape
+    for meta, tensor in zip(metas, inputs, strict=True):
+        if shape.untyped_storage()._cdata == meta.untyped_storage()._cdata:
+            offset = tensor.storage_offset() + shape.storage_offset() - meta.storage_offset()
+            return _as_strided.redispatch(CPU_KEYS, tensor, tuple(shape.size()), shape.stride(), offset)
+    size, stride = tuple(shape.size()), shape.stride()
+    if stride == contiguous_stride(size):
+        return new_on(runtime_of(device), size, shape.dtype)
+    return empty_strided(size, stride, shape.dtype, device=device)
+
+
+def _upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = new_on(runtime_of(device), host.shape, host.dtype)
+    if host.numel():
+        platform().values.write(tensor, host)
+    return tensor

@@ -1,0 +1,124 @@
+"""Torch's once-per-process registration of device ``npu``: the project's only process-wide state.
+
+What is registered asks for the active world at each call, so that worlds follow each other in one process.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import backend_registration
+
+from npusim.errors import WorldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from npusim.torch_backend.runtime import Platform
+
+
+class _Process:
+    """This process' registration and active world."""
+
+    platform: Platform | None = None
+    libraries: dict[str, torch.library.Library] = {}  # noqa: RUF012
+    kernels: list[tuple[str, str, Callable[..., Any], str | None]] = []  # noqa: RUF012
+    registered = False
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
+    def is_available(self) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+    def has_primary_context(self, dev_id: int) -> bool:
+        return _Process.platform is not None and dev_id < len(_Process.platform.runtimes)
+
+
+class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def platform() -> Platform:
+    """The active world.
+
+    Raises:
+        WorldError: There is none.
+    """
+    if _Process.platform is None:
+        raise WorldError("no world is active: call npusim.install(SimWorld(...)) first, or use the world as a context")
+    return _Process.platform
+
+
+def activate(world: Platform) -> None:
+    """Make ``world`` the one that device ``npu`` means.
+
+    Raises:
+        WorldError: Another world is active.
+    """
+    if _Process.platform is not None and _Process.platform is not world:
+        raise WorldError("another world is active; deactivate it first (two worlds never share a process at one time)")
+    _Process.platform = world
+
+
+def deactivate(world: Platform) -> None:
+    """Undo :func:`activate`; nothing happens if ``world`` is not the active one."""
+    if _Process.platform is world:
+        _Process.platform = None
+
+
+def kernel(namespace: str, name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare the function as the kernel of operator ``namespace::name`` on device ``npu``.
+
+    With ``schema`` the operator itself is defined, too. Kernels are handed to torch by :func:`register`.
+    """
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        _Process.kernels.append((namespace, name, function, schema))
+        if _Process.registered:
+            _hand_over()
+        return function
+
+    return declare
+
+
+def _hand_over() -> None:
+    for namespace, name, function, schema in _Process.kernels:
+        library = _Process.libraries.get(namespace)
+        if library is None:
+            library = torch.library.Library(namespace, "IMPL" if namespace == "aten" else "FRAGMENT")
+            _Process.libraries[namespace] = library
+        if schema is not None:
+            library.define(schema)
+        library.impl(name, function, "PrivateUse1")
+    _Process.kernels.clear()
+
+
+def register(npu_module: ModuleType, fallback: Callable[..., Any]) -> None:
+    """Register device ``npu`` with torch, once per process: ``torch.npu``, all declared kernels and the fallback.
+
+    Args:
+        npu_module: Becomes ``torch.npu``.
+        fallback: Called as ``fallback(op, *args, **kwargs)`` for an operator that no kernel was declared for.
+
+    Raises:
+        WorldError: Another backend holds torch's PrivateUse1 slot in this process, e.g. the real torch_npu.
+    """
+    if _Process.registered:
+        return
+    if torch._C._get_privateuse1_backend_name() != "privateuseone":
+        raise WorldError(
+            f"torch device {torch._C._get_privateuse1_backend_name()!r} is already registered in this process; the simulated "
+            "and the real torch_npu never share one"
+        )
+    backend_registration._setup_privateuseone_for_python_backend("npu", npu_module, _Hooks(), _Guard())
+    wildcard = torch.library.Library("_", "IMPL")
+    wildcard.fallback(fallback, "PrivateUse1")
+    _Process.libraries["_"] = wildcard
+    _hand_over()
+    _Process.registered = True

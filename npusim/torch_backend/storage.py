@@ -1,0 +1,110 @@
+"""Storages on the simulated device: their birth is a malloc of the caching allocator, their end its free."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from npusim.errors import WorldError
+
+if TYPE_CHECKING:
+    from npusim.torch_backend.runtime import DeviceRuntime
+    from npusim.torch_backend.values import Bytes
+
+_construct = torch._C._construct_storage_from_data_pointer
+_empty_shell = torch._C._acc.create_empty_tensor
+_set = torch.ops.aten.set_.source_Storage_storage_offset
+# The CPU kernels of pure metadata operators work on any storage, since they never touch its bytes.
+CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class StorageRecord(weakref.ref[torch.UntypedStorage]):
+    """What lies behind one storage: device, address, size and, if known, its bytes.
+
+    It is itself the weak reference to the C++ storage, so that it learns of the storage's death at the moment when the
+    last tensor over it goes.
+    """
+
+    __slots__ = ("address", "device", "key", "num_bytes", "value")
+
+    key: int
+    device: DeviceRuntime
+    address: int
+    num_bytes: int
+    value: Bytes | None
+
+    def release(self) -> None:
+        """Give the memory back to the allocator; the storage itself may live on, empty."""
+        if self.address:
+            self.device.allocator.free(self.address)
+        self.address = self.num_bytes = 0
+        self.value = None
+
+
+class StorageTable:
+    """All live storages on simulated devices, by the identity of their C++ object."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, StorageRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def allocate(self, device: DeviceRuntime, num_bytes: int) -> torch.UntypedStorage:
+        """A storage of ``num_bytes`` bytes on ``device``, allocated on its current stream."""
+        address = device.allocator.malloc(num_bytes, device.current_stream())
+        storage: torch.UntypedStorage = _construct(address, device.torch_device, num_bytes)
+        record = StorageRecord(storage, self._on_death)
+        key = storage._cdata
+        record.key, record.device, record.address, record.num_bytes = key, device, address, num_bytes
+        record.value = None
+        self._records[key] = record
+        return storage
+
+    def of(self, tensor: torch.Tensor) -> StorageRecord:
+        """The record behind a tensor on a simulated device."""
+        return self.of_storage(tensor.untyped_storage())
+
+    def of_storage(self, storage: torch.UntypedStorage) -> StorageRecord:
+        """The record of a storage.
+
+        Raises:
+            WorldError: The storage was not made by a simulated device.
+        """
+        try:
+            return self._records[storage._cdata]
+        except KeyError:
+            raise WorldError(f"a storage on {storage.device} was not allocated by a simulated device") from None
+
+    def _on_death(self, record: weakref.ref[Any]) -> None:
+        assert isinstance(record, StorageRecord)
+        del self._records[record.key]
+        record.release()
+
+
+def tensor_over(
+    storage: torch.UntypedStorage, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0
+) -> torch.Tensor:
+    """A plain ``torch.Tensor`` over a storage."""
+    result: torch.Tensor = _set.redispatch(CPU_KEYS, _empty_shell((0,), dtype), storage, offset, size, stride)
+    return result
+
+
+def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this size, in elements."""
+    stride = [1] * len(size)
+    for dim in range(len(size) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * (size[dim + 1] or 1)
+    return tuple(stride)
+
+
+def span_bytes(size: tuple[int, ...], stride: tuple[int, ...], itemsize: int, offset: int = 0) -> int:
+    """Bytes of storage that a tensor of this geometry needs."""
+    last = offset
+    for extent, step in zip(size, stride, strict=True):
+        if extent == 0:
+            return 0
+        last += (extent - 1) * step
+    return (last + 1) * itemsize

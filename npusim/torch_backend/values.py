@@ -1,0 +1,236 @@
+"""The numbers behind simulated tensors.
+
+A storage has :class:`Bytes` behind it or nothing. ``RealValues`` computes everything at once. ``ShapeValues`` computes only
+what follows from data made on the host or by a generator, and only when somebody reads it: an operator with an input that
+has no numbers gives outputs that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from npusim.errors import UncomputedValueError
+from npusim.torch_backend.storage import StorageTable
+
+Compute = Callable[..., Any]
+"""Computes an operator on host tensors; returns its results in the order of the operator's new outputs."""
+
+
+class Bytes:
+    """The bytes of one storage at one moment; never changed after they were computed once."""
+
+    __slots__ = ("_host", "_recipe")
+
+    def __init__(self, host: torch.Tensor | None, recipe: Callable[[], torch.Tensor] | None = None) -> None:
+        self._host = host
+        self._recipe = recipe
+
+    @property
+    def computed(self) -> bool:
+        """Whether reading costs nothing."""
+        return self._host is not None
+
+    def host(self) -> torch.Tensor:
+        """The bytes, as a one-dimensional uint8 tensor on the host."""
+        if self._host is None:
+            assert self._recipe is not None
+            self._host = self._recipe()
+            self._recipe = None
+        return self._host
+
+
+class Values(Protocol):
+    """How a world keeps the numbers behind its tensors."""
+
+    def known(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all these device tensors have numbers."""
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor of the same geometry with the numbers of a device tensor; not to be written to."""
+
+    def write(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Put a host tensor's numbers into a device tensor of the same shape."""
+
+    def compute(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        """Let new ``outputs`` (each alone in its storage) have the results of ``compute(*host inputs)``."""
+
+    def update(self, targets: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        """Let existing ``targets`` be overwritten with the results of ``compute(*host inputs)``."""
+
+    def forget(self, targets: Sequence[torch.Tensor]) -> None:
+        """These were written by something that computes nothing."""
+
+
+class Geometry(NamedTuple):
+    """How a tensor sees its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """The geometry of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it sees nothing at all."""
+        return 0 in self.size
+
+    def over(self, host: torch.Tensor) -> torch.Tensor:
+        """The host tensor that sees these bytes as the device tensor sees its storage."""
+        view = torch.empty(0, dtype=self.dtype, device="cpu")
+        return view.set_(host.untyped_storage(), self.offset, self.size, self.stride)
+
+    def empty(self) -> torch.Tensor:
+        """A host tensor of this size without elements to see."""
+        return torch.empty(self.size, dtype=self.dtype, device="cpu")
+
+
+def _results(value: Any) -> Sequence[torch.Tensor]:
+    return (value,) if isinstance(value, torch.Tensor) else value
+
+
+def _overwritten(
+    old: Bytes | None, num_bytes: int, geometry: Geometry, result: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """A storage's bytes after ``result`` was written through ``geometry``."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu") if old is None else old.host().clone()
+    geometry.over(host).copy_(result())
+    return host
+
+
+class _Computation:
+    """One operator on the bytes that its inputs hold now; runs once, when first asked."""
+
+    def __init__(self, storages: StorageTable, inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        self._inputs = [(storages.of(t).value if t.numel() else None, Geometry.of(t)) for t in inputs]
+        self._compute = compute
+        self._results: Sequence[torch.Tensor] | None = None
+        self.ready = all(value is None or value.computed for value, _ in self._inputs)
+
+    def result(self, position: int) -> torch.Tensor:
+        """The host tensor that the operator returns at ``position``."""
+        if self._results is None:
+            hosts = [
+                geometry.empty() if value is None else geometry.over(value.host()) for value, geometry in self._inputs
+            ]
+            self._results = _results(self._compute(*hosts))
+            self._inputs.clear()
+        return self._results[position]
+
+
+class _Values:
+    """What both kinds share: reading and writing."""
+
+    def __init__(self, storages: StorageTable) -> None:
+        self._storages = storages
+
+    def known(self, tensors: Sequence[torch.Tensor]) -> bool:
+        of = self._storages.of
+        return all(tensor.numel() == 0 or of(tensor).value is not None for tensor in tensors)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        geometry = Geometry.of(tensor)
+        if geometry.is_empty:
+            return geometry.empty()
+        value = self._storages.of(tensor).value
+        if value is None:
+            raise UncomputedValueError(
+                f"a value of a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} was read, but nobody "
+                "computed it: it comes from dummy weights, uninitialised memory or an operator that is modelled by its "
+                "shapes only; run the world in real mode, or read something that follows from host data"
+            )
+        return geometry.over(value.host())
+
+    def write(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        frozen = source.detach().clone()
+        self.update((tensor,), (), lambda: frozen)
+
+    def update(self, targets: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        raise NotImplementedError
+
+
+class RealValues(_Values):
+    """Every storage has bytes, computed at once; uninitialised memory reads as zeros. For tiny models."""
+
+    def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
+        record = self._storages.of(tensor)
+        if record.value is None:
+            record.value = Bytes(torch.zeros(record.num_bytes, dtype=torch.uint8, device="cpu"))
+        return record.value.host()
+
+    def known(self, tensors: Sequence[torch.Tensor]) -> bool:  # noqa: ARG002
+        return True
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        geometry = Geometry.of(tensor)
+        return geometry.empty() if geometry.is_empty else geometry.over(self._bytes(tensor))
+
+    def compute(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        self.update(outputs, inputs, compute)
+
+    def update(self, targets: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        results = _results(compute(*[self.read(tensor) for tensor in inputs]))
+        for target, result in zip(targets, results, strict=True):
+            if target.numel():
+                Geometry.of(target).over(self._bytes(target)).copy_(result)
+
+    def forget(self, targets: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        return
+
+
+class ShapeValues(_Values):
+    """Numbers only where they follow from host data, and computed only when read.
+
+    Args:
+        storages: The world's storages.
+        eager_limit_bytes: Results up to this size are computed at once if their inputs are, so that counters and tables
+            do not grow chains of recipes.
+    """
+
+    def __init__(self, storages: StorageTable, *, eager_limit_bytes: int = 1 << 16) -> None:
+        super().__init__(storages)
+        self._eager_limit_bytes = eager_limit_bytes
+
+    def compute(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        if self.known(inputs):
+            computation = _Computation(self._storages, inputs, compute)
+            for position, output in enumerate(outputs):
+                self._set(output, computation, position, None)
+
+    def update(self, targets: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        if not self.known(inputs):
+            self.forget(targets)
+            return
+        computation = _Computation(self._storages, inputs, compute)
+        for position, target in enumerate(targets):
+            record = self._storages.of(target)
+            if target.numel() * target.element_size() == record.num_bytes:
+                self._set(target, computation, position, None)
+            elif record.value is not None:  # else the rest of the storage stays unknown, and with it all of it
+                self._set(target, computation, position, record.value)
+
+    def forget(self, targets: Sequence[torch.Tensor]) -> None:
+        for target in targets:
+            if target.numel():
+                self._storages.of(target).value = None
+
+    def _set(self, target: torch.Tensor, computation: _Computation, position: int, old: Bytes | None) -> None:
+        if not target.numel():
+            return
+        record = self._storages.of(target)
+        recipe = partial(
+            _overwritten, old, record.num_bytes, Geometry.of(target), partial(computation.result, position)
+        )
+        ready = computation.ready and (old is None or old.computed)
+        if ready and record.num_bytes <= self._eager_limit_bytes:
+            record.value = Bytes(recipe())
+        else:
+            record.value = Bytes(None, recipe)

@@ -1,4 +1,4 @@
-"""The memory budget of one rank: from what profiling measured to the memory left for the KV cache, and the log about it.
+"""The memory budget of one rank: from what profiling measured to what is left for the KV cache, and the log about it.
 
 Formulas and wording of vllm-ascend's worker (0.22.1rc1, ``vllm_ascend/worker/worker.py``). All figures in bytes.
 """
@@ -53,7 +53,7 @@ def available_kv_cache_memory(requested: float, non_kv: NonKVMemory, graph_estim
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheMemorySuggestions:
-    """Values proposed for ``--kv-cache-memory``: within the requested memory, and with all free memory of the device."""
+    """Values proposed for ``--kv-cache-memory``: within the requested memory, and with all memory free at the start."""
 
     fit_requested: int
     use_free: int
@@ -87,9 +87,10 @@ def free_memory_message(
     return (
         f"Free memory on device ({format_gib(free_at_start)}/{format_gib(total)} GiB) on startup. "
         f"Desired GPU memory utilization is ({gpu_memory_utilization}, {format_gib(requested)} GiB). "
-        f"Actual usage: {format_gib(non_kv.weights)} GiB for weights, {format_gib(non_kv.peak_activation)} GiB for peak "
-        f"activation, {format_gib(non_kv.non_torch)} GiB for non-torch memory, {format_gib(graph)} GiB for NPU graph "
-        f"memory. Replace gpu_memory_utilization with `--kv-cache-memory={suggested.fit_requested}` "
+        f"Actual usage: {format_gib(non_kv.weights)} GiB for weights, "
+        f"{format_gib(non_kv.peak_activation)} GiB for peak activation, "
+        f"{format_gib(non_kv.non_torch)} GiB for non-torch memory, {format_gib(graph)} GiB for NPU graph memory. "
+        f"Replace gpu_memory_utilization with `--kv-cache-memory={suggested.fit_requested}` "
         f"({format_gib(suggested.fit_requested)} GiB) to fit into requested memory, or "
         f"`--kv-cache-memory={suggested.use_free}` ({format_gib(suggested.use_free)} GiB) to fully utilize NPU free "
         f"memory. Current KV cache memory: {format_gib(available)} GiB."

@@ -10,7 +10,7 @@ Grade = Literal["exact", "calibrated", "assumed"]
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """Device memory of one owner at the end of start-up; ``grade`` and ``source`` say how far the figure can be trusted."""
+    """Device memory of one owner after start-up; ``grade`` and ``source`` say how far the figure can be trusted."""
 
     owner: str
     label: str

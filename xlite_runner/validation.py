@@ -25,7 +25,9 @@ def explain(error: ValidationError, known_keys: Iterable[str] = ()) -> str:
     """
     known = tuple(known_keys)
     details = error.errors(include_url=False, include_context=False)
-    return "\n".join(_explain_one(detail["type"], detail["loc"], detail["msg"], detail["input"], known) for detail in details)
+    return "\n".join(
+        _explain_one(detail["type"], detail["loc"], detail["msg"], detail["input"], known) for detail in details
+    )
 
 
 def _explain_one(

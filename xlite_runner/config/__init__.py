@@ -1,5 +1,7 @@
-"""Configuration: the model (``model_config``), the user's settings (``engine_args``), the rules between them (``platform``),
-and the result that every other module takes (``runner_config``).
+"""Configuration, from the user's settings to what every other module takes.
+
+``model_config`` reads the model, ``engine_args`` has the user's settings, ``platform`` the rules that lead to the
+effective configuration in ``runner_config``.
 """
 
 from xlite_runner.config.engine_args import EngineArgs

@@ -36,9 +36,7 @@ def _is_positive_number(text: str) -> bool:
 
 
 _ANY_TEXT = EnvironmentVariable("a text that is not empty", bool)
-_SWITCH = EnvironmentVariable(
-    "one of 0, 1, false, true", lambda text: text.lower() in ("0", "1", "false", "true")
-)
+_SWITCH = EnvironmentVariable("one of 0, 1, false, true", lambda text: text.lower() in ("0", "1", "false", "true"))
 
 ENVIRONMENT_VARIABLES: Mapping[str, EnvironmentVariable] = {
     "ASCEND_LAUNCH_BLOCKING": _integer(0, 1),

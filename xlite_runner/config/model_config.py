@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
-DTYPE_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+DTYPE_SIZES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one element, by torch's name of the dtype."""
 
 _STRICT = ConfigDict(strict=True, extra="ignore")
@@ -76,7 +78,7 @@ class ModelConfig:
     attention_bias: bool = False
     attention_output_bias: bool = False
     hidden_act: Literal["silu"] = "silu"
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Dtype = "bfloat16"
     moe: MoeConfig | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +142,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of ModelConfig; what the file leaves out is left to the class, or derived as upstream does."""
+    """The arguments of ModelConfig; what the file leaves out is derived as upstream does, or left to the defaults."""
     architecture = _architecture(hf)
     fields = {key: hf[key] for key in ModelConfig.__dataclass_fields__ if hf.get(key) is not None}
     fields["architecture"] = architecture
@@ -169,7 +171,7 @@ def _architecture(hf: Mapping[str, Any]) -> str:
     architectures = hf.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise UnsupportedModelError(
-            f'key "architectures" must be a list with one of {", ".join(SUPPORTED_ARCHITECTURES)}, not {architectures!r}'
+            f"architectures = {architectures!r}: allowed is a list with one of {', '.join(SUPPORTED_ARCHITECTURES)}"
         )
     if architectures[0] not in SUPPORTED_ARCHITECTURES:
         raise UnsupportedModelError(

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 
 from xlite_runner.config.engine_args import EngineArgs
-from xlite_runner.config.model_config import ModelConfig
+from xlite_runner.config.model_config import Dtype, ModelConfig
 from xlite_runner.config.runner_config import (
     AscendConfig,
     CacheConfig,
@@ -30,7 +30,14 @@ DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 """Of ``vllm serve``; the offline ``LLM`` class has 8192."""
 MAX_CAPTURE_SIZE = 512
-_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+_EXCLUDE_EXPANDABLE_SEGMENTS = ("expandable_segments", "max_split_size_mb", "garbage_collection_threshold")
+_DTYPES: dict[str, Dtype] = {
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+}
 
 
 def check_and_update_config(args: EngineArgs, model: ModelConfig) -> RunnerConfig:
@@ -50,7 +57,7 @@ def check_and_update_config(args: EngineArgs, model: ModelConfig) -> RunnerConfi
         UnsupportedModelError: The model cannot be split over that many devices.
     """
     if args.dtype != "auto":
-        model = dataclasses.replace(model, dtype=_DTYPE_ALIASES.get(args.dtype, args.dtype))
+        model = dataclasses.replace(model, dtype=_DTYPES[args.dtype])
     max_model_len = _max_model_len(args, model)
     parallel = ParallelConfig(
         tensor_parallel_size=args.tensor_parallel_size,
@@ -121,8 +128,8 @@ def _scheduler_config(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
     elif max_num_batched_tokens < max_model_len:
         raise ValueError(
             f"max_num_batched_tokens ({max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}). "
-            "This effectively limits the maximum sequence length to max_num_batched_tokens and makes vLLM reject longer "
-            "sequences. Please increase max_num_batched_tokens or decrease max_model_len."
+            "This effectively limits the maximum sequence length to max_num_batched_tokens and makes vLLM reject "
+            "longer sequences. Please increase max_num_batched_tokens or decrease max_model_len."
         )
     if max_num_batched_tokens < max_num_seqs:
         raise ValueError(
@@ -161,8 +168,8 @@ def _verify_with_parallel_config(model: ModelConfig, parallel: ParallelConfig) -
         _require_multiple("intermediate_size", model.intermediate_size, "tensor_parallel_size", tp_size)
         return
     if not parallel.enable_expert_parallel:
-        size = model.moe.moe_intermediate_size
-        _require_multiple("moe_intermediate_size", size, "tensor_parallel_size * data_parallel_size", parallel.moe_tp_size)
+        divisor_name = "tensor_parallel_size * data_parallel_size"
+        _require_multiple("moe_intermediate_size", model.moe.moe_intermediate_size, divisor_name, parallel.moe_tp_size)
     if tp_size > model.moe.num_experts:
         raise ValueError(
             f"Tensor parallel size {tp_size} is greater than the number of experts {model.moe.num_experts}."
@@ -182,8 +189,7 @@ def _xlite_graph_config(args: EngineArgs) -> XliteGraphConfig:
             raise RuntimeError("Xlite graph mode only support speculative decoding with num_speculative_tokens=1.")
         if args.pipeline_parallel_size > 1:
             raise RuntimeError(
-                "Xlite graph mode is not compatible with pipeline parallelism. "
-                "Please set pipeline_parallel_size to 1."
+                "Xlite graph mode is not compatible with pipeline parallelism. Please set pipeline_parallel_size to 1."
             )
         if args.block_size != 128:
             logger.warning(
@@ -235,8 +241,7 @@ def _block_size(args: EngineArgs, xlite: XliteGraphConfig) -> int:
 
 def _environment(args: EngineArgs) -> dict[str, str]:
     alloc_conf = args.environment.get("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
-    # These options cannot be combined with expandable segments.
-    if not any(key in alloc_conf for key in ("expandable_segments", "max_split_size_mb", "garbage_collection_threshold")):
+    if not any(option in alloc_conf for option in _EXCLUDE_EXPANDABLE_SEGMENTS):
         alloc_conf += ",expandable_segments:True"
     logger.info("Set PYTORCH_NPU_ALLOC_CONF=%s", alloc_conf)
     return {**args.environment, "PYTORCH_NPU_ALLOC_CONF": alloc_conf}

@@ -41,7 +41,7 @@ class KVCacheGroupSpec:
         return self.blocks_per_request(max_model_len) * self.bytes_per_block
 
     def estimate_max_model_len(self, available_memory: int, upper_bound: int) -> int:
-        """The longest request, up to ``upper_bound``, that fits into ``available_memory``; 0 if not even one token does."""
+        """The longest request, up to ``upper_bound``, that fits; 0 if not even one token does."""
         fits, too_long = 0, upper_bound + 1
         while too_long - fits > 1:
             middle = (fits + too_long) // 2

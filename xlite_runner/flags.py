@@ -1,0 +1,150 @@
+"""The command line: vLLM's flags for the engine, and a few for the device. Flags override the scenario file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from xlite_runner.config import ProfilePolicy
+from xlite_runner.scenario import SCENARIO_KEYS
+
+_DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``xlite-runner``; the chosen command is in ``command``, the scenario's path in ``scenario``."""
+    parser = argparse.ArgumentParser(
+        prog="xlite-runner", description="Start the xlite runner on a scenario and report where the device memory goes."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_command(commands, "compare", "start once under every profile policy and show the difference")
+    profile = _add_command(commands, "profile", "start once under one profile policy")
+    profile.add_argument(
+        "--profile-policy",
+        choices=[policy.value for policy in ProfilePolicy],
+        default=argparse.SUPPRESS,
+        help="what the profile run executes when xlite runs in full mode",
+    )
+    return parser
+
+
+def overrides_from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The scenario keys that were given as flags, for :func:`xlite_runner.scenario.load_scenario`."""
+    given = vars(arguments)
+    overrides = {key: given[key] for key in SCENARIO_KEYS if key in given}
+    for table in ("additional_config", "speculative_config"):
+        overrides |= given.get(table, {})
+    return overrides
+
+
+def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=summary, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("scenario", type=Path, metavar="FILE", help="scenario (TOML), see docs/scenario.md")
+    parser.add_argument("--json", action="store_true", default=False, help="print the result as JSON, in exact bytes")
+    parser.add_argument("--no-progress", action="store_true", default=False, help="show no progress display")
+    _add_engine_flags(parser.add_argument_group("engine, as in vLLM (override the scenario)"))
+    _add_device_flags(parser.add_argument_group("device (override the scenario)"))
+    return parser
+
+
+def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
+    def number(*flags: str, summary: str, kind: Callable[[str], int | float] = int) -> None:
+        group.add_argument(*flags, type=kind, metavar="N", help=summary)
+
+    def switch(*flags: str, summary: str) -> None:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, help=summary)
+
+    group.add_argument("--model", type=Path, metavar="PATH", help="config.json of the model")
+    number("--tensor-parallel-size", "-tp", summary="ranks over which every layer is split")
+    number("--pipeline-parallel-size", "-pp", summary="pipeline stages")
+    number("--data-parallel-size", "-dp", summary="replicas of the model")
+    switch("--enable-expert-parallel", "-ep", summary="spread whole experts over the ranks")
+    number("--max-model-len", summary="longest sequence, in tokens")
+    number("--max-num-seqs", summary="most requests in one step")
+    number("--max-num-batched-tokens", summary="most tokens in one step")
+    switch("--enable-chunked-prefill", summary="split long prompts over several steps")
+    switch("--enable-prefix-caching", summary="share the KV cache of equal prefixes")
+    number("--block-size", summary="tokens in one KV-cache block")
+    number("--gpu-memory-utilization", kind=float, summary="fraction of the device's memory that may be used")
+    group.add_argument(
+        "--kv-cache-memory-bytes",
+        "--kv-cache-memory",
+        dest="kv_cache_memory_bytes",
+        type=int,
+        metavar="N",
+        help="bytes for the KV cache, instead of what profiling finds",
+    )
+    number("--num-gpu-blocks-override", summary="number of KV-cache blocks, instead of what fits")
+    group.add_argument("--dtype", choices=_DTYPES, help="data type of weights and activations")
+    switch("--enforce-eager", summary="capture no device graphs")
+    number("--seed", summary="seed of the model's random numbers")
+    group.add_argument(
+        "--additional-config",
+        type=_json_object("xlite_graph_config"),
+        metavar="JSON",
+        help='e.g. \'{"xlite_graph_config": {"enabled": true, "full_mode": true}}\'',
+    )
+    group.add_argument(
+        "--speculative-config",
+        type=_json_object("num_speculative_tokens"),
+        metavar="JSON",
+        help="e.g. '{\"num_speculative_tokens\": 1}'",
+    )
+
+
+def _add_device_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device-profile", metavar="NAME", help="the simulated card")
+    group.add_argument(
+        "--total-memory-bytes", type=_bytes_per_rank, metavar="N[,N...]", help="total memory of the card"
+    )
+    group.add_argument(
+        "--free-memory-bytes", type=_bytes_per_rank, metavar="N[,N...]", help="memory free before the start"
+    )
+    group.add_argument(
+        "--env", dest="environment", action=_EnvironmentAction, help="an environment variable; repeatable"
+    )
+
+
+class _EnvironmentAction(argparse.Action):
+    """Collects ``NAME=VALUE`` into a dictionary."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, metavar="NAME=VALUE", **kwargs)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        name, equals, value = str(values).partition("=")
+        if not name or not equals:
+            parser.error(f"argument {option_string}: expected NAME=VALUE, found {values!r}")
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), name: value})
+
+
+def _bytes_per_rank(text: str) -> int | list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of bytes, or several with commas, found {text!r}"
+        ) from None
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _json_object(*known_keys: str) -> Callable[[str], dict[str, Any]]:
+    def parse(text: str) -> dict[str, Any]:
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+        if not isinstance(content, dict) or not content.keys() <= set(known_keys):
+            raise argparse.ArgumentTypeError(
+                f"expected a JSON object with the key {', '.join(known_keys)}, found {text}"
+            )
+        return content
+
+    return parse

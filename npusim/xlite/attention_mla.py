@@ -16,7 +16,7 @@ SHORT_QUERY_TOKENS: Final = 6
 GATHER_CONTEXT: Final = 8192
 GATHER_CONTEXT_PER_REQUEST: Final = 280
 """When 0.2.0rc4 copies chosen keys together: at most so many tokens per request, and a context above either limit.
-Exact on the golden configurations, found by bisection of the real library's answers."""
+Calibrated: found by bisection of the real library's answers, and in agreement with all of its golden configurations."""
 
 
 def attention_mla(run: ForwardPass, hidden: Tensor) -> None:

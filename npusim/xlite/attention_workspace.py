@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from npusim.xlite.forward_pass import QUERY_TILE, ForwardPass
-from npusim.xlite.tensors import DType, Tensor
+from npusim.xlite.forward_pass import QUERY_TILE, ForwardPass, Take
+from npusim.xlite.tensors import DType
 
 
 def score_rows(run: ForwardPass) -> int:
@@ -13,7 +11,7 @@ def score_rows(run: ForwardPass) -> int:
     return 2 * QUERY_TILE * run.model.device.num_ai_cores
 
 
-def attend(run: ForwardPass, take: Callable[..., Tensor], value_width: int) -> None:
+def attend(run: ForwardPass, take: Take, value_width: int) -> None:
     """Scores of all queries against the whole context: at once if it is one tile of keys, else tile by tile."""
     rows, tile = score_rows(run), run.step.kv_tile
     if run.step.context <= tile:

@@ -40,6 +40,27 @@ class QuantKind(Enum):
     STATIC = "static"
     DYNAMIC = "dynamic"
 
+    @classmethod
+    def of(
+        cls, family: str, weight: DType, *, has_input_scale: bool, has_input_offset: bool, has_deq_scale: bool
+    ) -> QuantKind:
+        """The kind that xlite reads from a linear's weights: data type, and which of the other tensors are there.
+
+        Grade: exact, GVirt xlite/csrc/base.cpp, tag 0.1.0rc11.
+
+        Raises:
+            ValueError: The tensors make no kind. The real text goes on with all their shapes.
+        """
+        if weight is not DType.INT8:
+            return cls.NONE
+        match (has_input_scale, has_input_offset, has_deq_scale):
+            case (True, True, True):
+                return cls.STATIC
+            case (False, False, True):
+                return cls.DYNAMIC
+            case _:
+                raise ValueError(f"GetQuantType: {family} gets invalid matmul weights")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

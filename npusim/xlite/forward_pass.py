@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 from npusim.errors import UnmodelledCallError
 from npusim.xlite.arena import round_up
@@ -56,8 +56,17 @@ class Step:
         )
 
 
+class Take(Protocol):
+    """Takes a tensor of a shape from the pool; of the activations' type unless another is given."""
+
+    def __call__(self, *shape: int, dtype: DType = ...) -> Tensor:
+        """The tensor, or xlite's ``RuntimeError`` when the pool is full."""
+
+
 class ForwardPass:
     """What the functions of the forward hand to each other.
+
+    A pool without a capacity makes it a dummy pass. A real one wants the model :meth:`RankModel.at_run_time`.
 
     Attributes:
         splits_collectives: Communication-optimised path: reduce-scatter and all-gather stand for each all-reduce.
@@ -91,8 +100,8 @@ class ForwardPass:
         """The model's configuration."""
         return self.model.config
 
-    def taker(self, function: str) -> Callable[..., Tensor]:
-        """A ``take(*shape, dtype=...)`` for one function of xlite; the type is that of the activations unless given."""
+    def taker(self, function: str) -> Take:
+        """What one function of xlite takes its tensors with."""
         activations = self.model.weights.dtype
 
         def take(*shape: int, dtype: DType = activations) -> Tensor:

@@ -96,29 +96,23 @@ def _gather_over_dp(run: ForwardPass, local: _Routing) -> tuple[Tensor, _Routing
 def _routed_experts(run: ForwardPass, tokens: Tensor) -> Tensor:
     take = run.taker("ForwardMoE")
     rows, width = tokens.shape[0], run.config.moe_intermediate_size // run.config.moe_tp_size
-    if run.model.weights.experts_quantised:
-        quantised, scale = _quantise_rows(run, tokens)
-        gate_up = take(rows, 2 * width)
-        run.put(quantised)
-        run.put(scale)
-        activated = take(rows, width)
-        run.put(gate_up)
-        quantised, scale = _quantise_rows(run, activated)
-        results = take(rows, run.config.hidden_size)
-        run.put(quantised)
-        run.put(scale)
-        return results
+    inputs = _matmul_inputs(run, tokens)
     gate_up = take(rows, 2 * width)
-    run.put(tokens)
+    for tensor in inputs:
+        run.put(tensor)
     activated = take(rows, width)
     run.put(gate_up)
+    inputs = _matmul_inputs(run, activated)
     results = take(rows, run.config.hidden_size)
-    run.put(activated)
+    for tensor in inputs:
+        run.put(tensor)
     return results
 
 
-def _quantise_rows(run: ForwardPass, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """An int8 copy of ``rows`` with a scale per row; the original is given back."""
+def _matmul_inputs(run: ForwardPass, rows: Tensor) -> tuple[Tensor, ...]:
+    """What the experts' matmul reads: the rows, or in their place an int8 copy with a scale per row."""
+    if not run.model.weights.experts_quantised:
+        return (rows,)
     take = run.taker("ForwardMoE")
     quantised = take(*rows.shape, dtype=DType.INT8)
     scale = take(rows.shape[0], dtype=DType.FP32)

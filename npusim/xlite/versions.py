@@ -1,7 +1,8 @@
 """What differs between the versions of xlite that can be imitated, as data.
 
 Grades: 0.1.0rc11 and 0.2.0rc0 exact, read in GVirt (tags 0.1.0rc11 and 0.2.0rc0) and equal to the real libraries on the
-golden configurations; 0.2.0rc4 has no public source and is exact as far as those configurations reach.
+golden configurations; 0.2.0rc4 has no public source and is exact as far as those configurations reach. Places of checks
+are exact for 0.2.0rc4, seen in its messages, and read in the source for the others.
 """
 
 from __future__ import annotations

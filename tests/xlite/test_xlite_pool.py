@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npusim.errors import UnmodelledCallError
-from npusim.xlite import AttnType, DeviceFacts, Environment, ModelConfig, RankModel, tensor_pool_size
+from npusim.xlite import AttnType, DeviceFacts, DType, Environment, ModelConfig, QuantKind, RankModel, tensor_pool_size
 from npusim.xlite.arena import Arena, round_up
 from npusim.xlite.forward import forward
 from npusim.xlite.forward_pass import ForwardPass, Step
@@ -166,6 +166,25 @@ def test_alltoall_is_sized_but_not_run(seed_model):
 def test_dense_model_may_leave_the_moe_sizes_unset():
     config = ModelConfig(n_layers=1, n_dense_layers=1, def_tp_size=1, def_dp_size=1, block_size=16, max_m=1)
     assert tensor_pool_size(RankModel(config=config, device=DeviceFacts(num_ai_cores=20, devices_per_node=1)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "present", "kind"),
+    [
+        (DType.BF16, (False, False, False), QuantKind.NONE),
+        (DType.BF16, (True, True, True), QuantKind.NONE),
+        (DType.INT8, (True, True, True), QuantKind.STATIC),
+        (DType.INT8, (False, False, True), QuantKind.DYNAMIC),
+    ],
+)
+def test_kind_of_quantisation(dtype, present, kind):
+    names = ("has_input_scale", "has_input_offset", "has_deq_scale")
+    assert QuantKind.of("mha_qkv[0]", dtype, **dict(zip(names, present, strict=True))) is kind
+
+
+def test_kind_of_quantisation_that_is_none():
+    with pytest.raises(ValueError, match=r"^GetQuantType: mha_qkv\[0\] gets invalid matmul weights$"):
+        QuantKind.of("mha_qkv[0]", DType.INT8, has_input_scale=True, has_input_offset=False, has_deq_scale=True)
 
 
 def test_configuration_from_any_object_with_the_names():

@@ -1,0 +1,204 @@
+"""Pieces of segments, and the ordered sets in which free ones wait for a request."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from npusim.memory.expandable import ExpandableSegment
+    from npusim.memory.pools import BlockPool
+
+FREE: Final = 0
+ALLOCATED: Final = 1
+PENDING: Final = 2
+DEFERRED: Final = 3
+UNMAPPED: Final = 4
+"""States of a block: in its pool; with the user; freed, waiting for events of other streams; freed during a graph capture,
+its events not recorded yet; an address range of an expandable segment without memory behind it."""
+
+_ADDRESS_BITS: Final = 48
+_MAX_CHUNK: Final = 1024
+
+
+class Block:
+    """A piece of a segment; all pieces of one segment are linked by address.
+
+    Attributes:
+        requested_bytes: What the user asked for; in a free block what the last user of this object did, as in torch_npu.
+        state: One of the constants of this module.
+        free_list: The set that takes the block when it is free; tells its pool and stream.
+        segment: The expandable segment that the block is part of, if it is.
+        stream_uses: Streams other than its own that were recorded on it while allocated, in the order of recording.
+        searches: Value of the pool's search counter when the block was last put to use (its age, for garbage collection).
+    """
+
+    __slots__ = (
+        "address", "free_list", "next", "prev", "requested_bytes", "searches", "segment", "size", "state", "stream_uses",
+    )  # fmt: skip
+
+    def __init__(self, address: int, size: int, state: int, free_list: FreeList, segment: ExpandableSegment | None) -> None:
+        self.address = address
+        self.size = size
+        self.state = state
+        self.free_list = free_list
+        self.segment = segment
+        self.prev: Block | None = None
+        self.next: Block | None = None
+        self.requested_bytes = 0
+        self.searches = 0
+        self.stream_uses: list[int] | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the segment has other pieces."""
+        return self.prev is not None or self.next is not None
+
+    def insert_before(self, block: Block) -> None:
+        """Link this new block into a segment, right before ``block``."""
+        self.prev, self.next = block.prev, block
+        if block.prev is not None:
+            block.prev.next = self
+        block.prev = self
+
+    def insert_after(self, block: Block) -> None:
+        """Link this new block into a segment, right after ``block``."""
+        self.prev, self.next = block, block.next
+        if block.next is not None:
+            block.next.prev = self
+        block.next = self
+
+    def absorb(self, neighbour: Block) -> None:
+        """Take over the range of a neighbour, which leaves the segment."""
+        if neighbour is self.prev:
+            self.address = neighbour.address
+            self.prev = neighbour.prev
+            if self.prev is not None:
+                self.prev.next = self
+        else:
+            self.next = neighbour.next
+            if self.next is not None:
+                self.next.prev = self
+        self.size += neighbour.size
+
+
+class FreeList:
+    """The free blocks of one pool and stream, ordered by size, then address.
+
+    A sorted list of integers (size and address in one), cut into chunks so that an insertion moves little memory:
+    every operation takes logarithmic time, without a Python call per comparison.
+
+    Attributes:
+        pool: The pool.
+        stream: The stream.
+    """
+
+    __slots__ = ("_blocks", "_chunks", "_lasts", "pool", "stream")
+
+    def __init__(self, pool: BlockPool, stream: int) -> None:
+        self.pool = pool
+        self.stream = stream
+        self._blocks: dict[int, Block] = {}
+        self._chunks: list[list[int]] = []
+        self._lasts: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        for chunk in self._chunks:
+            for key in chunk:
+                yield self._blocks[key]
+
+    def smallest_from(self, size: int) -> Block | None:
+        """The smallest block of at least ``size`` bytes, at the lowest address if there are several."""
+        key = size << _ADDRESS_BITS
+        lasts = self._lasts
+        position = bisect_left(lasts, key)
+        if position == len(lasts):
+            return None
+        chunk = self._chunks[position]
+        return self._blocks[chunk[bisect_left(chunk, key)]]
+
+    def following(self, block: Block) -> Iterator[Block]:
+        """The blocks after ``block``, in order."""
+        key = block.size << _ADDRESS_BITS | block.address
+        position = bisect_left(self._lasts, key)
+        start = bisect_left(self._chunks[position], key) + 1
+        for chunk in self._chunks[position:]:
+            for index in range(start, len(chunk)):
+                yield self._blocks[chunk[index]]
+            start = 0
+
+    def largest(self) -> Block | None:
+        """The last block in order, if there is any."""
+        return self._blocks[self._lasts[-1]] if self._lasts else None
+
+    def add(self, block: Block) -> None:
+        """Take in a block."""
+        key = block.size << _ADDRESS_BITS | block.address
+        self._blocks[key] = block
+        self._insert(key)
+
+    def remove(self, block: Block) -> None:
+        """Let a block go."""
+        key = block.size << _ADDRESS_BITS | block.address
+        del self._blocks[key]
+        position = bisect_left(self._lasts, key)
+        self._delete(position, bisect_left(self._chunks[position], key))
+
+    def replace(self, old: Block, block: Block, address: int, size: int) -> None:
+        """As removing ``old`` and adding ``block`` with the given range; cheap where it takes the same place.
+
+        ``block``, which may be ``old``, need not have its new range yet.
+        """
+        old_key = old.size << _ADDRESS_BITS | old.address
+        key = size << _ADDRESS_BITS | address
+        del self._blocks[old_key]
+        self._blocks[key] = block
+        lasts = self._lasts
+        position = bisect_left(lasts, old_key)
+        chunk = self._chunks[position]
+        index = bisect_left(chunk, old_key)
+        is_last = old_key == lasts[position]
+        if key < old_key:
+            stays = chunk[index - 1] < key if index else position == 0
+        else:
+            stays = position + 1 == len(lasts) if is_last else key < chunk[index + 1]
+        if stays:
+            chunk[index] = key
+            if is_last:
+                lasts[position] = key
+        else:
+            self._delete(position, index)
+            self._insert(key)
+
+    def _insert(self, key: int) -> None:
+        lasts = self._lasts
+        if not lasts:
+            lasts.append(key)
+            self._chunks.append([key])
+            return
+        position = bisect_left(lasts, key)
+        if position == len(lasts):
+            position -= 1
+            chunk = self._chunks[position]
+            chunk.append(key)
+            lasts[position] = key
+        else:
+            chunk = self._chunks[position]
+            insort(chunk, key)
+        if len(chunk) > _MAX_CHUNK:
+            half = _MAX_CHUNK // 2
+            self._chunks.insert(position, chunk[:half])
+            lasts.insert(position, chunk[half - 1])
+            del chunk[:half]
+
+    def _delete(self, position: int, index: int) -> None:
+        chunk = self._chunks[position]
+        del chunk[index]
+        if not chunk:
+            del self._chunks[position], self._lasts[position]
+        elif index == len(chunk):
+            self._lasts[position] = chunk[-1]

@@ -1,0 +1,70 @@
+"""Segments of fixed size: memory that the device hands out and takes back as a whole."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from npusim.device.hbm import OutOfHbmError
+from npusim.device.ledger import Owner
+from npusim.memory.blocks import FREE, Block
+from npusim.memory.pools import BlockPool
+from npusim.memory.state import LEDGER_GRADE, LEDGER_SOURCE, AllocatorState
+
+
+class Segments:
+    """Makes and gives back segments of fixed size."""
+
+    def __init__(self, state: AllocatorState) -> None:
+        self._state: Final = state
+
+    def make(self, pool: BlockPool, num_bytes: int, stream: int) -> Block | None:
+        """A new free block that is a whole segment, in its pool; None if the device has no room."""
+        state = self._state
+        owner = pool.owner
+        if owner is not None and owner.allocator is not None:
+            address = owner.allocator.alloc(num_bytes, state.device_index, stream)
+            if not address:
+                return None
+        else:
+            try:
+                address = state.hbm.malloc(
+                    num_bytes,
+                    owner=Owner.TORCH_SEGMENT,
+                    label=state.ledger_label(pool),
+                    grade=LEDGER_GRADE,
+                    source=LEDGER_SOURCE,
+                )
+            except OutOfHbmError:
+                return None
+        if owner is not None:
+            owner.num_segments += 1
+        statistics = state.statistics
+        statistics.count_segments(1, is_small=pool.is_small)
+        statistics.reserve(num_bytes, is_small=pool.is_small)
+        if num_bytes >= state.config.max_split_size:
+            statistics.oversize_segments.add(1)
+        statistics.num_device_alloc += 1
+        state.history.record("segment_alloc", address, num_bytes, stream, pool.pool_id)
+        free_list = pool.free_list(stream)
+        block = Block(address, num_bytes, FREE, free_list, None)
+        free_list.add(block)
+        return block
+
+    def give_back(self, block: Block) -> None:
+        """Take a free block that is a whole segment out of its pool and return it to the device."""
+        state = self._state
+        free_list = block.free_list
+        pool, owner = free_list.pool, free_list.pool.owner
+        state.statistics.num_device_free += 1
+        state.history.record("segment_free", block.address, block.size, free_list.stream, pool.pool_id)
+        if owner is not None and owner.allocator is not None:
+            owner.allocator.free(block.address, block.size, state.device_index, free_list.stream)
+        else:
+            state.hbm.free(block.address)
+        if owner is not None:
+            owner.num_segments -= 1
+        state.statistics.count_segments(-1, is_small=pool.is_small)
+        state.statistics.reserve(-block.size, is_small=pool.is_small)
+        if block.size >= state.config.max_split_size:
+            state.statistics.oversize_segments.add(-1)
+        free_list.remove(block)

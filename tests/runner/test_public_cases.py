@@ -1,4 +1,4 @@
-"""KV-cache and budget arithmetic against figures printed by public start-ups (see tests/data/public_cases/README.md)."""
+"""KV-cache and budget arithmetic against figures of public start-ups; their sources are in tests/data/public_cases."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ SEEDS = [case for case in CASES if case["kind"] == "xlite"]
 
 @pytest.mark.parametrize("case", SEEDS, ids=lambda case: case["id"])
 def test_published_xlite_runs_to_the_byte(case: dict[str, Any]) -> None:
-    """With weights and peak as the model has them, every printed figure of the two runs follows from the suggestions."""
+    """With weights and peak as the model has them, every printed figure follows from the suggestions."""
     budget = case["budget"]
     requested = requested_memory(TOTAL_BYTES, 0.95)
     free = int(requested) + budget["suggested_use_free"] - budget["suggested_fit_requested"]
@@ -209,8 +209,8 @@ def test_published_xlite_runs_to_the_byte(case: dict[str, Any]) -> None:
         "Free memory on device (60.89/61.27 GiB) on startup. Desired GPU memory utilization is (0.95, 58.21 GiB). "
         f"Actual usage: 28.48 GiB for weights, {budget['peak_activation_gib']} GiB for peak activation, "
         f"{budget['non_torch_gib']} GiB for non-torch memory, 0.0 GiB for NPU graph memory. Replace "
-        f"gpu_memory_utilization with `--kv-cache-memory={fit}` ({round(fit / GIB, 2)} GiB) to fit into requested memory, "
-        f"or `--kv-cache-memory={use}` ({round(use / GIB, 2)} GiB) to fully utilize NPU free memory. "
+        f"gpu_memory_utilization with `--kv-cache-memory={fit}` ({round(fit / GIB, 2)} GiB) to fit into requested "
+        f"memory, or `--kv-cache-memory={use}` ({round(use / GIB, 2)} GiB) to fully utilize NPU free memory. "
         f"Current KV cache memory: {budget['available_gib']} GiB."
     )
 

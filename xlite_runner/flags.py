@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ def overrides_from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """The scenario keys that were given as flags, for :func:`xlite_runner.scenario.load_scenario`."""
     given = vars(arguments)
     overrides = {key: given[key] for key in SCENARIO_KEYS if key in given}
+    if "environment" in overrides:
+        overrides["environment"] = dict(overrides["environment"])
     for table in ("additional_config", "speculative_config"):
         overrides |= given.get(table, {})
     return overrides
@@ -98,31 +100,37 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_device_flags(group: argparse._ArgumentGroup) -> None:
+    def memory(flag: str, summary: str) -> None:
+        group.add_argument(flag, type=_bytes_per_rank, metavar="N[,N...]", help=f"{summary}, in bytes; one N per rank")
+
     group.add_argument("--device-profile", metavar="NAME", help="the simulated card")
+    memory("--total-memory-bytes", "total memory of the device")
+    memory("--free-memory-bytes", "memory free before the start")
     group.add_argument(
-        "--total-memory-bytes", type=_bytes_per_rank, metavar="N[,N...]", help="total memory of the card"
+        "--other-process",
+        dest="other_processes",
+        action="append",
+        type=_other_process,
+        metavar="NAME=BYTES",
+        help="memory that another process holds on every device; repeatable",
     )
     group.add_argument(
-        "--free-memory-bytes", type=_bytes_per_rank, metavar="N[,N...]", help="memory free before the start"
-    )
-    group.add_argument(
-        "--env", dest="environment", action=_EnvironmentAction, help="an environment variable; repeatable"
+        "--env", dest="environment", action="append", type=_variable, metavar="NAME=VALUE", help="repeatable"
     )
 
 
-class _EnvironmentAction(argparse.Action):
-    """Collects ``NAME=VALUE`` into a dictionary."""
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, found {text!r}")
+    return name, value
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
-        super().__init__(option_strings, dest, metavar="NAME=VALUE", **kwargs)
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        name, equals, value = str(values).partition("=")
-        if not name or not equals:
-            parser.error(f"argument {option_string}: expected NAME=VALUE, found {values!r}")
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), name: value})
+def _other_process(text: str) -> dict[str, Any]:
+    name, _, num_bytes = text.rpartition("=")
+    if not name or not num_bytes.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected NAME=BYTES, found {text!r}")
+    return {"name": name, "memory_bytes": int(num_bytes)}
 
 
 def _bytes_per_rank(text: str) -> int | list[int]:

@@ -36,7 +36,10 @@ def _is_positive_number(text: str) -> bool:
 
 
 _ANY_TEXT = EnvironmentVariable("a text that is not empty", bool)
-_SWITCH = EnvironmentVariable("one of 0, 1, false, true", lambda text: text.lower() in ("0", "1", "false", "true"))
+_SWITCH = EnvironmentVariable(
+    "one of 0, 1, false, true, no, yes, off, on",
+    lambda text: text.lower() in ("0", "1", "false", "true", "no", "yes", "off", "on"),
+)
 
 ENVIRONMENT_VARIABLES: Mapping[str, EnvironmentVariable] = {
     "ASCEND_LAUNCH_BLOCKING": _integer(0, 1),
@@ -73,7 +76,7 @@ def validate_environment(variables: object) -> dict[str, str]:
         ValueError: It is no table, a name is unknown, or a value is not allowed; the text says which, and what is.
     """
     if not isinstance(variables, Mapping):
-        raise ValueError(f"expected a table of names and values, found {variables!r}")
+        raise ValueError(f"environment = {variables!r}: allowed is a table of names and values")
     return {name: _validate(name, value) for name, value in variables.items()}
 
 

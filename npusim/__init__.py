@@ -1,3 +1,32 @@
-"""npusim: a simulated Ascend NPU for tests."""
+"""npusim: a simulated Ascend NPU on which vendor-facing code runs deterministically, without a card.
+
+>>> import npusim
+>>> world = npusim.SimWorld("a3-64g")
+>>> with world:
+...     import torch
+...     x = torch.empty(1024, device="npu")
+...     torch.npu.memory_allocated()
+4608
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from npusim.install import install, uninstall
+    from npusim.world import SimWorld
 
 __version__ = "0.1.0"
+__all__ = ["SimWorld", "install", "uninstall"]
+
+_HOMES = {"SimWorld": "npusim.world", "install": "npusim.install", "uninstall": "npusim.install"}
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, since these import torch, which takes seconds.
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,3 +36,7 @@ class UncomputedValueError(NpusimError, RuntimeError):
 
 class CollectiveMismatchError(NpusimError, RuntimeError):
     """Ranks met in a collective with different operations or sizes, or one of them never arrived."""
+
+
+class UnmodelledNameError(UnmodelledCallError, AttributeError):
+    """A name of a vendor package was asked for that the double does not have; ``hasattr`` answers False."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -86,8 +86,8 @@ class Block:
 class FreeList:
     """The free blocks of one pool and stream, ordered by size, then address.
 
-    A sorted list of integers (size and address in one), cut into chunks so that an insertion moves little memory:
-    every operation takes logarithmic time, without a Python call per comparison.
+    A sorted list of integers (size and address in one) with the blocks beside it, cut into chunks so that an insertion
+    moves little memory. Every operation takes logarithmic time, without a Python call per comparison.
 
     Attributes:
         pool: The pool.
@@ -99,17 +99,13 @@ class FreeList:
     def __init__(self, pool: BlockPool, stream: int) -> None:
         self.pool = pool
         self.stream = stream
-        self._blocks: dict[int, Block] = {}
         self._chunks: list[list[int]] = []
+        self._blocks: list[list[Block]] = []
         self._lasts: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def __iter__(self) -> Iterator[Block]:
-        for chunk in self._chunks:
-            for key in chunk:
-                yield self._blocks[key]
+        for blocks in self._blocks:
+            yield from blocks
 
     def smallest_from(self, size: int) -> Block | None:
         """The smallest block of at least ``size`` bytes, at the lowest address if there are several."""
@@ -118,33 +114,28 @@ class FreeList:
         position = bisect_left(lasts, key)
         if position == len(lasts):
             return None
-        chunk = self._chunks[position]
-        return self._blocks[chunk[bisect_left(chunk, key)]]
+        return self._blocks[position][bisect_left(self._chunks[position], key)]
 
     def following(self, block: Block) -> Iterator[Block]:
         """The blocks after ``block``, in order."""
         key = block.size << _ADDRESS_BITS | block.address
         position = bisect_left(self._lasts, key)
-        start = bisect_left(self._chunks[position], key) + 1
-        for chunk in self._chunks[position:]:
-            for index in range(start, len(chunk)):
-                yield self._blocks[chunk[index]]
-            start = 0
+        index = bisect_left(self._chunks[position], key) + 1
+        for blocks in self._blocks[position:]:
+            yield from blocks[index:]
+            index = 0
 
     def largest(self) -> Block | None:
         """The last block in order, if there is any."""
-        return self._blocks[self._lasts[-1]] if self._lasts else None
+        return self._blocks[-1][-1] if self._blocks else None
 
     def add(self, block: Block) -> None:
         """Take in a block."""
-        key = block.size << _ADDRESS_BITS | block.address
-        self._blocks[key] = block
-        self._insert(key)
+        self._insert(block.size << _ADDRESS_BITS | block.address, block)
 
     def remove(self, block: Block) -> None:
         """Let a block go."""
         key = block.size << _ADDRESS_BITS | block.address
-        del self._blocks[key]
         position = bisect_left(self._lasts, key)
         self._delete(position, bisect_left(self._chunks[position], key))
 
@@ -155,8 +146,6 @@ class FreeList:
         """
         old_key = old.size << _ADDRESS_BITS | old.address
         key = size << _ADDRESS_BITS | address
-        del self._blocks[old_key]
-        self._blocks[key] = block
         lasts = self._lasts
         position = bisect_left(lasts, old_key)
         chunk = self._chunks[position]
@@ -168,37 +157,41 @@ class FreeList:
             stays = position + 1 == len(lasts) if is_last else key < chunk[index + 1]
         if stays:
             chunk[index] = key
+            self._blocks[position][index] = block
             if is_last:
                 lasts[position] = key
         else:
             self._delete(position, index)
-            self._insert(key)
+            self._insert(key, block)
 
-    def _insert(self, key: int) -> None:
+    def _insert(self, key: int, block: Block) -> None:
         lasts = self._lasts
         if not lasts:
             lasts.append(key)
             self._chunks.append([key])
+            self._blocks.append([block])
             return
         position = bisect_left(lasts, key)
         if position == len(lasts):
             position -= 1
-            chunk = self._chunks[position]
-            chunk.append(key)
             lasts[position] = key
-        else:
-            chunk = self._chunks[position]
-            insort(chunk, key)
+        chunk, blocks = self._chunks[position], self._blocks[position]
+        index = bisect_left(chunk, key)
+        chunk.insert(index, key)
+        blocks.insert(index, block)
         if len(chunk) > _MAX_CHUNK:
             half = _MAX_CHUNK // 2
-            self._chunks.insert(position, chunk[:half])
             lasts.insert(position, chunk[half - 1])
-            del chunk[:half]
+            for parts, part in ((self._chunks, chunk), (self._blocks, blocks)):
+                parts.insert(position, part[:half])
+                del part[:half]
 
     def _delete(self, position: int, index: int) -> None:
         chunk = self._chunks[position]
         del chunk[index]
         if not chunk:
-            del self._chunks[position], self._lasts[position]
-        elif index == len(chunk):
+            del self._chunks[position], self._blocks[position], self._lasts[position]
+            return
+        del self._blocks[position][index]
+        if index == len(chunk):
             self._lasts[position] = chunk[-1]

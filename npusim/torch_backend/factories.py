@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from npusim.torch_backend.registration import kernel, platform
-from npusim.torch_backend.storage import CPU_KEYS, contiguous_stride, span_bytes, tensor_over
+from npusim.torch_backend.shells import CPU_KEYS
+from npusim.torch_backend.storage import contiguous_stride, span_bytes
 from npusim.torch_backend.tensors import is_simulated, new_like, new_on, runtime_of
 
 _as_strided = torch.ops.aten.as_strided.default
@@ -47,8 +48,9 @@ def empty_strided(
     del layout, pin_memory
     dtype = dtype or torch.get_default_dtype()
     size, stride = tuple(size), tuple(stride)
-    storage = platform().storages.allocate(runtime_of(device), span_bytes(size, stride, dtype.itemsize))
-    return tensor_over(storage, dtype, size, stride)
+    storages = platform().storages
+    storage = storages.allocate(runtime_of(device), span_bytes(size, stride, dtype.itemsize))
+    return storages.tensor(storage, dtype, size, stride)
 
 
 @kernel("aten", "as_strided")

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from npusim.errors import UnmodelledCallError
 from npusim.torch_backend.factories import empty_strided
 from npusim.torch_backend.registration import platform
-from npusim.torch_backend.storage import CPU_KEYS, contiguous_stride
+from npusim.torch_backend.shells import CPU_KEYS
+from npusim.torch_backend.storage import contiguous_stride
 from npusim.torch_backend.tensors import is_simulated, new_on, runtime_of
 
 _as_strided = torch.ops.aten.as_strided.default
@@ -81,9 +82,9 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         return outputs
     metas = [stand_in(tensor) for tensor in inputs]
     shapes = run(metas, "meta")
-    mutated = _mutated(op, args, kwargs)
-    if mutated:
-        return _in_place(mutated, metas, inputs, shapes, run)
+    written, overwritten = _written(op, args, kwargs)
+    if written:
+        return _in_place(written, overwritten, metas, inputs, shapes, run)
     flat, out_spec = pytree.tree_flatten(shapes)
     outputs = [_place(shape, metas, inputs, device) for shape in flat]
     fresh = [output for output, shape in zip(outputs, flat, strict=True) if _is_new(shape, metas)]
@@ -102,36 +103,57 @@ def _device_argument(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return None
 
 
-def _mutated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The simulated tensors that the operator writes to, by its schema."""
-    targets: list[torch.Tensor] = []
+def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The simulated tensors that the operator writes to, by its schema; and those of them that it does not read (``out=``)."""
+    written: list[torch.Tensor] = []
+    overwritten: list[torch.Tensor] = []
     for position, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            targets.extend(leaf for leaf in pytree.tree_leaves(value) if is_simulated(leaf))
-    return targets
+            targets = [leaf for leaf in pytree.tree_leaves(value) if is_simulated(leaf)]
+            written.extend(targets)
+            if argument.is_out:
+                overwritten.extend(targets)
+    return written, overwritten
 
 
 def _in_place(
-    mutated: list[torch.Tensor], metas: list[torch.Tensor], inputs: list[torch.Tensor], shapes: Any, run: Any
+    written: list[torch.Tensor],
+    overwritten: list[torch.Tensor],
+    metas: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    shapes: Any,
+    run: Any,
 ) -> Any:
-    positions = [next(i for i, tensor in enumerate(inputs) if tensor is target) for target in mutated]
-    for target, position in zip(mutated, positions, strict=True):
+    positions = [_position(inputs, target) for target in written]
+    outs = {_position(inputs, target) for target in overwritten}
+    for target, position in zip(written, positions, strict=True):
         if target.shape != metas[position].shape:  # an out= argument that the operator resized
             target.resize_(metas[position].shape)
+    read = [tensor for position, tensor in enumerate(inputs) if position not in outs]
 
     def compute(*hosts: torch.Tensor) -> list[torch.Tensor]:
-        # A target may come out of the operator larger than it went in (out=), so each run gets copies to write to.
-        copies = [host.clone() if i in positions else host for i, host in enumerate(hosts)]
+        sources = iter(hosts)
+        copies = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if position in outs else next(sources)
+            for position, tensor in enumerate(inputs)
+        ]
+        for position in positions:
+            if position not in outs:
+                copies[position] = copies[position].clone()
         run(copies, "cpu")
-        return [copies[i] for i in positions]
+        return [copies[position] for position in positions]
 
-    platform().values.update(mutated, inputs, compute)
+    platform().values.update(written, read, compute)
 
     def original(shape: Any) -> Any:
         return next((t for t, meta in zip(inputs, metas, strict=True) if meta is shape), shape)
 
     return pytree.tree_map_only(torch.Tensor, original, shapes)
+
+
+def _position(tensors: list[torch.Tensor], wanted: torch.Tensor) -> int:
+    return next(position for position, tensor in enumerate(tensors) if tensor is wanted)
 
 
 def _is_new(shape: Any, metas: list[torch.Tensor]) -> bool:

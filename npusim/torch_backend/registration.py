@@ -55,6 +55,11 @@ def platform() -> Platform:
     return _Process.platform
 
 
+def has_platform() -> bool:
+    """Whether a world is active."""
+    return _Process.platform is not None
+
+
 def activate(world: Platform) -> None:
     """Make ``world`` the one that device ``npu`` means.
 
@@ -121,4 +126,20 @@ def register(npu_module: ModuleType, fallback: Callable[..., Any]) -> None:
     wildcard.fallback(fallback, "PrivateUse1")
     _Process.libraries["_"] = wildcard
     _hand_over()
+    _patch_storage_resize()
     _Process.registered = True
+
+
+def _patch_storage_resize() -> None:
+    """torch offers no Python hook for ``UntypedStorage.resize_``, by which vendor code frees a tensor's memory early."""
+    from npusim.torch_backend.factories import resize_storage
+
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if self.device.type != "npu":
+            return original(self, size)
+        resize_storage(self, size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]

@@ -1,19 +1,25 @@
-"""One process' side of one device: its allocator, workspaces, current streams and random state."""
+"""One process' side of one device: its allocator, workspaces, current stream, communicators and random state."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from npusim.device.streams import StreamEvent
 from npusim.errors import WorldError
+from npusim.hccl.communicator import Communicator, HcclRuntime, HcclSettings
+from npusim.memory.caching_allocator import CachingAllocator
+from npusim.memory.rounding import pad_bytes
+from npusim.memory.workspace import WorkspaceAllocator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from npusim.device.card import Card
-    from npusim.memory.caching_allocator import CachingAllocator
-    from npusim.memory.workspace import WorkspaceAllocator
+    from npusim.hccl.ranks import Ranks
+    from npusim.memory.config import AllocatorConfig
     from npusim.torch_backend.storage import StorageTable
     from npusim.torch_backend.values import Values
 
@@ -33,8 +39,18 @@ class Platform(Protocol):
     def values(self) -> Values:
         """How numbers behind tensors are kept."""
 
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of this process."""
+
     def current_device(self) -> int:
         """Index of the calling rank's current device."""
+
+    def set_device(self, index: int) -> None:
+        """Make a device the calling rank's current one."""
+
+    def hccl_communicator(self, name: str) -> Communicator:
+        """The calling rank's communicator of this name."""
 
 
 class RandomState:
@@ -58,32 +74,51 @@ class RandomState:
 
 
 class DeviceRuntime:
-    """torch_npu's state for one device.
+    """torch_npu's state for one device; to its allocator it is the driver's streams.
 
     Args:
         card: The device itself.
-        allocator: Its caching allocator.
-        workspaces: Its per-stream operator workspaces.
-        task_queue_level: ``TASK_QUEUE_ENABLE``: from 2 on, operator workspaces come from ``workspaces``.
+        settings: Of the caching allocator.
+        torch_npu_version: Release imitated, ``2.13`` or ``2.10``.
+        task_queue_level: ``TASK_QUEUE_ENABLE``: from 2 on, operator workspaces come from :attr:`workspaces`.
         seed: Seed of the default generator.
+        hccl: HCCL's settings from the environment.
     """
 
     def __init__(
         self,
         card: Card,
-        allocator: CachingAllocator,
-        workspaces: WorkspaceAllocator,
+        settings: AllocatorConfig,
         *,
+        torch_npu_version: str,
         task_queue_level: int,
         seed: int,
+        hccl: HcclSettings,
     ) -> None:
         self.card = card
-        self.allocator = allocator
-        self.workspaces = workspaces
         self.task_queue_level = task_queue_level
         self.random = RandomState(seed)
-        self.torch_device = torch.device("npu", card.index)
+        self.hccl = HcclRuntime(card, hccl)
+        self.communicators: dict[str, Communicator] = {}
         self._stream = card.default_stream
+        self.workspaces = WorkspaceAllocator(
+            card.hbm, self, device_index=card.index, out_of_memory_error=torch.OutOfMemoryError
+        )
+        self.allocator = CachingAllocator(
+            card.hbm,
+            self,
+            settings,
+            device_index=card.index,
+            version=torch_npu_version,
+            pad_bytes=pad_bytes(card.profile.soc_name.value, card.profile.cann_version.value),
+            out_of_memory_error=torch.OutOfMemoryError,
+            workspaces=self.workspaces,
+        )
+
+    @cached_property
+    def torch_device(self) -> torch.device:
+        """The device as torch names it, once ``npu`` is registered."""
+        return torch.device("npu", self.card.index)
 
     def current_stream(self) -> int:
         """The stream that operators are queued on, as the driver's handle."""
@@ -92,6 +127,28 @@ class DeviceRuntime:
     def set_stream(self, stream: int) -> None:
         """Queue operators on ``stream`` from now on."""
         self._stream = stream
+
+    def record_event(self, stream: int) -> object:
+        """An event behind everything queued on ``stream`` now."""
+        return self.card.streams.record_event(stream)
+
+    def query(self, event: object) -> bool:
+        """Whether an event has completed."""
+        assert isinstance(event, StreamEvent)
+        return self.card.streams.query(event)
+
+    def synchronize(self, event: object) -> None:
+        """Wait, in virtual time, until an event has completed."""
+        assert isinstance(event, StreamEvent)
+        self.card.streams.synchronize(event)
+
+    def synchronize_device(self) -> None:
+        """Wait, in virtual time, until every stream is idle."""
+        self.card.streams.synchronize_device()
+
+    def is_current_stream_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph; graphs are not modelled yet."""
+        return False
 
 
 def device_index(platform: Platform, device: torch.device | int | str | None) -> int:

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from npusim.errors import WorldError
+from npusim.torch_backend.shells import CPU_KEYS, Shells
 
 if TYPE_CHECKING:
     from npusim.torch_backend.runtime import DeviceRuntime
     from npusim.torch_backend.values import Bytes
 
 _construct = torch._C._construct_storage_from_data_pointer
-_empty_shell = torch._C._acc.create_empty_tensor
 _set = torch.ops.aten.set_.source_Storage_storage_offset
-# The CPU kernels of pure metadata operators work on any storage, since they never touch its bytes.
-CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
@@ -48,6 +46,7 @@ class StorageTable:
 
     def __init__(self) -> None:
         self._records: dict[int, StorageRecord] = {}
+        self._shells = Shells()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -62,6 +61,19 @@ class StorageTable:
         record.value = None
         self._records[key] = record
         return storage
+
+    def tensor(
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int = 0,
+    ) -> torch.Tensor:
+        """A plain ``torch.Tensor`` over a storage."""
+        shell = self._shells.shell(storage.device.index, dtype)
+        result: torch.Tensor = _set.redispatch(CPU_KEYS, shell, storage, offset, size, stride)
+        return result
 
     def of(self, tensor: torch.Tensor) -> StorageRecord:
         """The record behind a tensor on a simulated device."""
@@ -82,14 +94,6 @@ class StorageTable:
         assert isinstance(record, StorageRecord)
         del self._records[record.key]
         record.release()
-
-
-def tensor_over(
-    storage: torch.UntypedStorage, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0
-) -> torch.Tensor:
-    """A plain ``torch.Tensor`` over a storage."""
-    result: torch.Tensor = _set.redispatch(CPU_KEYS, _empty_shell((0,), dtype), storage, offset, size, stride)
-    return result
 
 
 def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:

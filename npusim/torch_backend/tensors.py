@@ -9,7 +9,7 @@ import torch
 
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.runtime import DeviceRuntime, device_index
-from npusim.torch_backend.storage import contiguous_stride, tensor_over
+from npusim.torch_backend.storage import contiguous_stride
 
 
 def new_on(runtime: DeviceRuntime, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -18,7 +18,8 @@ def new_on(runtime: DeviceRuntime, size: Sequence[int], dtype: torch.dtype) -> t
     num_bytes = dtype.itemsize
     for extent in size:
         num_bytes *= extent
-    return tensor_over(platform().storages.allocate(runtime, num_bytes), dtype, size, contiguous_stride(size))
+    storages = platform().storages
+    return storages.tensor(storages.allocate(runtime, num_bytes), dtype, size, contiguous_stride(size))
 
 
 def new_like(tensor: torch.Tensor, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""HCCL without torch: communicators and the memory they take, and how the ranks of one process meet in collectives."""

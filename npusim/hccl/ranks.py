@@ -1,0 +1,155 @@
+"""Several ranks in one process: one thread each, of which exactly one runs, in an order that never changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+from npusim.errors import CollectiveMismatchError, WorldError
+
+T = TypeVar("T")
+P = TypeVar("P")
+
+
+class _Meeting(Generic[P]):
+    """Ranks of a group that have arrived at one collective."""
+
+    def __init__(self, operation: Hashable, num_ranks: int) -> None:
+        self.operation = operation
+        self.num_ranks = num_ranks
+        self.payloads: dict[int, P] = {}
+        self.is_over = False
+
+
+class _Rank:
+    """One rank's thread: what it returned, or why it stopped; and what it waits for."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Semaphore(0)
+        self.waits_for: _Meeting[Any] | None = None
+        self.is_done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+class Ranks:
+    """Runs ranks in lockstep: a rank runs until it must wait for others in a collective, then the next one does."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._ranks: list[_Rank] = []
+        self._meetings: dict[Hashable, _Meeting[Any]] = {}
+        self.attached: dict[Hashable, Any] = {}
+        """What others keep per rank of this world; it goes with the world."""
+
+    @property
+    def current(self) -> int:
+        """The calling thread's rank; 0 outside :meth:`run`."""
+        return getattr(self._local, "rank", 0)
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Run ``functions[rank]`` for all ranks and return what each returned.
+
+        Raises:
+            CollectiveMismatchError: Ranks that wait for each other, or for one that has ended, in a collective.
+            BaseException: The first error that a rank raised, with a note that names the rank.
+        """
+        if self._ranks:
+            raise WorldError("ranks are running already; a rank cannot start others")
+        self._ranks = [_Rank() for _ in functions]
+        threads = [
+            threading.Thread(target=self._main, args=(index, function), name=f"rank{index}", daemon=True)
+            for index, function in enumerate(functions)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._ranks[0].turn.release()
+            for thread in threads:
+                thread.join()
+            self._raise_first_error()
+            return [rank.result for rank in self._ranks]
+        finally:
+            self._ranks = []
+            self._meetings.clear()
+
+    def meet(
+        self,
+        group: Hashable,
+        group_rank: int,
+        num_ranks: int,
+        operation: Hashable,
+        payload: P,
+        finish: Callable[[list[P]], None],
+    ) -> None:
+        """Wait until all ranks of a group are here; the last one calls ``finish`` with all payloads, by group rank.
+
+        Args:
+            group: Identifies the group and how many collectives it has run.
+            group_rank: The caller's rank in it.
+            num_ranks: Ranks in it.
+            operation: What the caller does; all must do the same.
+            payload: The caller's part.
+            finish: Does the collective.
+
+        Raises:
+            CollectiveMismatchError: The ranks do different things, or one will never come.
+        """
+        if num_ranks == 1:
+            finish([payload])
+            return
+        if not self._ranks:
+            raise CollectiveMismatchError(
+                f"a collective of {num_ranks} ranks was called outside of SimWorld.run_ranks, where no other rank can arrive"
+            )
+        meeting = self._meetings.setdefault(group, _Meeting(operation, num_ranks))
+        if meeting.operation != operation:
+            raise CollectiveMismatchError(
+                f"rank {self.current} calls {operation} on {group} where another rank called {meeting.operation}"
+            )
+        meeting.payloads[group_rank] = payload
+        if len(meeting.payloads) == num_ranks:
+            del self._meetings[group]
+            meeting.is_over = True
+            finish([meeting.payloads[index] for index in range(num_ranks)])
+            return
+        me = self._ranks[self.current]
+        me.waits_for = meeting
+        self._pass_turn()
+        me.turn.acquire()
+        me.waits_for = None
+        if not meeting.is_over:
+            raise CollectiveMismatchError(
+                f"rank {self.current} waits in {operation} on {group} for ranks that never arrive: "
+                f"{len(meeting.payloads)} of {num_ranks} are there"
+            )
+
+    def _main(self, index: int, function: Callable[[], Any]) -> None:
+        me = self._ranks[index]
+        me.turn.acquire()
+        self._local.rank = index
+        try:
+            me.result = function()
+        except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
+            me.error = error
+        me.is_done = True
+        self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        """Let the next rank run: one whose collective is over, else, if nobody can go on, one that then gives up."""
+        start = self.current + 1
+        order = [self._ranks[(start + i) % len(self._ranks)] for i in range(len(self._ranks))]
+        waiting = [rank for rank in order if not rank.is_done]
+        ready = [rank for rank in waiting if rank.waits_for is None or rank.waits_for.is_over]
+        if waiting:
+            (ready or waiting)[0].turn.release()
+
+    def _raise_first_error(self) -> None:
+        failed = [(index, rank.error) for index, rank in enumerate(self._ranks) if rank.error is not None]
+        causes = [entry for entry in failed if not isinstance(entry[1], CollectiveMismatchError)] or failed
+        if causes:
+            index, error = causes[0]
+            assert error is not None
+            error.add_note(f"raised on rank {index} of {len(self._ranks)}")
+            raise error

@@ -1,0 +1,38 @@
+"""Put a world behind device ``npu``: the one composition root of the double."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from npusim.world import SimWorld
+
+VENDOR_PATH = str(Path(__file__).parent / "vendor")
+
+
+def install(world: SimWorld) -> SimWorld:
+    """Make ``import torch_npu``, ``xlite`` and device ``npu`` mean this world, until :func:`uninstall`.
+
+    Returns:
+        The world.
+
+    Raises:
+        WorldError: Another world is active, or the real torch_npu was imported into this process.
+    """
+    if VENDOR_PATH not in sys.path:
+        sys.path.insert(0, VENDOR_PATH)
+    from npusim.torch_backend import registration
+    from npusim.vendor import bindings
+
+    bindings.bind()
+    registration.activate(world)
+    return world
+
+
+def uninstall(world: SimWorld) -> None:
+    """Take a world away again; its tensors that are still alive give their memory back to it when they die."""
+    from npusim.torch_backend import registration
+
+    registration.deactivate(world)

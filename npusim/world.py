@@ -1,0 +1,169 @@
+"""A simulated world: devices, clock, ledgers, event log, and what one process sees of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+
+import simpy
+
+from npusim.device.card import Card
+from npusim.device.event_log import EventLog
+from npusim.device.profile import DeviceProfile, load_profile
+from npusim.errors import UnmodelledCallError, WorldError
+from npusim.hccl.communicator import DEFAULT_BUFFER_MB, Communicator, HcclSettings
+from npusim.hccl.ranks import Ranks
+from npusim.memory.config import AllocatorConfig
+from npusim.torch_backend.runtime import DeviceRuntime
+from npusim.torch_backend.storage import StorageTable
+from npusim.torch_backend.values import RealValues, ShapeValues, Values
+
+T = TypeVar("T")
+TRUE_LIKE = frozenset({"1", "true", "yes", "on"})
+
+
+class SimWorld:
+    """Everything simulated, in one object; used as a context, it is what device ``npu`` means inside.
+
+    Args:
+        profile: Kind of device: a profile's name, or one that was loaded.
+        num_devices: How many there are.
+        seed: Seed of the devices' default generators.
+        environment: Variables that vendor software reads (``HCCL_BUFFSIZE``, ``PYTORCH_NPU_ALLOC_CONF``, ...). Default: this
+            process' own environment at this moment.
+        values: ``shape``: numbers exist only where they follow from host data, so that a model's size costs nothing.
+            ``real``: everything is computed; for tiny models.
+        torch_npu_version: Release whose allocator is imitated: ``2.13`` or ``2.10``.
+        xlite_version: Release of xlite that is imitated.
+        total_bytes: Memory of each device instead of the profile's; one number for all, or one per device.
+        free_bytes: Free at the start on each device; likewise.
+        other_processes: Bytes held by other processes on every device, by name.
+        keep_events: Keep the event log's events, not only their hash.
+
+    Raises:
+        ProfileError: The profile is unknown or broken.
+        WorldError: Sizes or settings contradict each other.
+    """
+
+    def __init__(
+        self,
+        profile: str | DeviceProfile = "a3-64g",
+        *,
+        num_devices: int = 1,
+        seed: int = 0,
+        environment: Mapping[str, str] | None = None,
+        values: Literal["shape", "real"] = "shape",
+        torch_npu_version: str = "2.13",
+        xlite_version: str = "0.1.0rc11",
+        total_bytes: int | Sequence[int] | None = None,
+        free_bytes: int | Sequence[int] | None = None,
+        other_processes: Mapping[str, int] | None = None,
+        keep_events: bool = False,
+    ) -> None:
+        self.profile = load_profile(profile) if isinstance(profile, str) else profile
+        self.environment = dict(os.environ if environment is None else environment)
+        self.xlite_version = xlite_version
+        self.event_log = EventLog(keep=keep_events)
+        self.clock = simpy.Environment()
+        self.ranks = Ranks()
+        self.storages = StorageTable()
+        self.values: Values = RealValues(self.storages) if values == "real" else ShapeValues(self.storages)
+        totals = _per_device("total_bytes", total_bytes, num_devices)
+        frees = _per_device("free_bytes", free_bytes, num_devices)
+        self.cards = [
+            Card(
+                index,
+                self.profile,
+                self.clock,
+                self.event_log,
+                total_bytes=totals[index],
+                free_bytes=frees[index],
+                other_processes=dict(other_processes or {}),
+            )
+            for index in range(num_devices)
+        ]
+        settings = AllocatorConfig.from_environment(self.environment)
+        task_queue_level = _task_queue_level(self.environment)
+        hccl = _hccl_settings(self.environment)
+        self.runtimes = [
+            DeviceRuntime(
+                card,
+                settings,
+                torch_npu_version=torch_npu_version,
+                task_queue_level=task_queue_level,
+                seed=seed,
+                hccl=hccl,
+            )
+            for card in self.cards
+        ]
+        self._devices_of_ranks: dict[int, int] = {}
+
+    def current_device(self) -> int:
+        """Index of the calling rank's current device; 0 until it chose another."""
+        return self._devices_of_ranks.get(self.ranks.current, 0)
+
+    def set_device(self, index: int) -> None:
+        """Make a device the calling rank's current one; it stays so in later calls of :meth:`run_ranks`.
+
+        Raises:
+            WorldError: There is no such device.
+        """
+        if not 0 <= index < len(self.cards):
+            raise WorldError(f"device npu:{index} does not exist; this world has {len(self.cards)} device(s)")
+        self._devices_of_ranks[self.ranks.current] = index
+
+    def run_ranks(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Run one function per rank, all in this process, and return their results.
+
+        The order is always the same: a rank runs until it waits in a collective, then the next one does.
+        """
+        return self.ranks.run(functions)
+
+    def hccl_communicator(self, name: str) -> Communicator:
+        """The communicator of this name on the calling rank's device.
+
+        Raises:
+            UnmodelledCallError: No group of that name was opened.
+        """
+        communicators = self.runtimes[self.current_device()].communicators
+        if name not in communicators:
+            raise UnmodelledCallError(f"no HCCL communicator is called {name!r}; there are {sorted(communicators)}")
+        return communicators[name]
+
+    def __enter__(self) -> Self:
+        from npusim.install import install
+
+        install(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from npusim.install import uninstall
+
+        uninstall(self)
+
+
+def _per_device(name: str, numbers: int | Sequence[int] | None, num_devices: int) -> Sequence[int | None]:
+    if numbers is None or isinstance(numbers, int):
+        return [numbers] * num_devices
+    if len(numbers) != num_devices:
+        raise WorldError(f"{name} has {len(numbers)} entries for {num_devices} devices; give one number or one per device")
+    return numbers
+
+
+def _task_queue_level(environment: Mapping[str, str]) -> int:
+    level = environment.get("TASK_QUEUE_ENABLE", "1")
+    if level not in ("0", "1", "2"):
+        raise WorldError(f"TASK_QUEUE_ENABLE should be 0, 1 or 2, got {level!r}")
+    return 0 if environment.get("ASCEND_LAUNCH_BLOCKING") == "1" else int(level)
+
+
+def _hccl_settings(environment: Mapping[str, str]) -> HcclSettings:
+    text = environment.get("HCCL_BUFFSIZE", str(DEFAULT_BUFFER_MB))
+    if not text.isdecimal() or int(text) < 1:
+        raise WorldError(f"HCCL_BUFFSIZE must be an integer of at least 1 (megabytes), got {text!r}")
+    deterministic = environment.get("HCCL_DETERMINISTIC", "").lower() in TRUE_LIKE
+    return HcclSettings(int(text), environment.get("HCCL_OP_EXPANSION_MODE") == "AIV" and not deterministic)

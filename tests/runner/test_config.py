@@ -344,8 +344,8 @@ def test_expandable_segments_are_the_normal_mode(given: str, effective: str) -> 
             ValueError,
             (
                 "max_num_batched_tokens (1024) is smaller than max_model_len (2048). This effectively limits the "
-                "maximum sequence length to max_num_batched_tokens and makes vLLM reject longer sequences. Please increase "
-                "max_num_batched_tokens or decrease max_model_len."
+                "maximum sequence length to max_num_batched_tokens and makes vLLM reject longer sequences. "
+                "Please increase max_num_batched_tokens or decrease max_model_len."
             ),
         ),
         (
@@ -356,7 +356,8 @@ def test_expandable_segments_are_the_normal_mode(given: str, effective: str) -> 
                 "User-specified max_model_len (40961) is greater than the derived max_model_len "
                 "(max_position_embeddings=40960.0 or model_max_length=None in model's config.json). To allow "
                 "overriding this maximum, set the env var VLLM_ALLOW_LONG_MAX_MODEL_LEN=1. "
-                "VLLM_ALLOW_LONG_MAX_MODEL_LEN must be used with extreme caution. If the model uses relative position encoding (RoPE), positions exceeding "
+                "VLLM_ALLOW_LONG_MAX_MODEL_LEN must be used with extreme caution. "
+                "If the model uses relative position encoding (RoPE), positions exceeding "
                 "derived_max_model_len lead to nan. If the model uses absolute position encoding, positions exceeding "
                 "derived_max_model_len will cause a CUDA array out-of-bounds error."
             ),

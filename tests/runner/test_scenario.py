@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
+from xlite_runner.config.environment import ENVIRONMENT_VARIABLES
 from xlite_runner.errors import ScenarioError
 from xlite_runner.flags import build_parser, overrides_from_flags
 from xlite_runner.scenario import Scenario, load_scenario
@@ -154,9 +155,9 @@ def test_flags_are_vllms() -> None:
     flags = shlex.split("""
         --model other.json -tp 4 -dp 2 -pp 1 -ep --max-model-len 1024 --max-num-seqs 8 --max-num-batched-tokens 512
         --no-enable-chunked-prefill --no-enable-prefix-caching --block-size 64 --gpu-memory-utilization 0.5
-        --kv-cache-memory=123 --num-gpu-blocks-override 7 --dtype half --enforce-eager --seed 3 --profile-policy runnable
-        --device-profile a2-64g --total-memory-bytes 100 --free-memory-bytes 90,80 --env HCCL_BUFFSIZE=512
-        --env TASK_QUEUE_ENABLE=2 --other-process train=5
+        --kv-cache-memory=123 --num-gpu-blocks-override 7 --dtype half --enforce-eager --seed 3
+        --profile-policy runnable --device-profile a2-64g --total-memory-bytes 100 --free-memory-bytes 90,80
+        --env HCCL_BUFFSIZE=512 --env TASK_QUEUE_ENABLE=2 --other-process train=5
     """)
     flags += ["--additional-config", '{"xlite_graph_config": {"full_mode": true}}']
     flags += ["--speculative-config", '{"num_speculative_tokens": 1}']
@@ -227,6 +228,12 @@ def test_refused_flags(flags: list[str], message: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         overrides_of(*flags)
     assert message in capsys.readouterr().err
+
+
+def test_every_key_and_variable_is_documented() -> None:
+    documentation = (ROOT / "docs" / "scenario.md").read_text()
+    names = [*Scenario.model_fields, *ENVIRONMENT_VARIABLES]
+    assert [name for name in names if f"`{name}`" not in documentation and f"[{name}]" not in documentation] == []
 
 
 def test_importing_the_host_side_needs_no_torch() -> None:

@@ -67,7 +67,7 @@ def validate_environment(variables: object) -> dict[str, str]:
     """Check environment variables given by a scenario or by flags.
 
     Args:
-        variables: A table of names to texts or integers.
+        variables: A table of names to texts or numbers.
 
     Returns:
         The same, with every value as text.
@@ -87,6 +87,6 @@ def _validate(name: str, value: object) -> str:
             f'unknown variable "{name}"{did_you_mean(name, ENVIRONMENT_VARIABLES)} '
             f"(known: {', '.join(ENVIRONMENT_VARIABLES)})"
         )
-    if isinstance(value, bool) or not isinstance(value, str | int) or not variable.accepts(str(value)):
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or not variable.accepts(str(value)):
         raise ValueError(f"{name} = {value!r}: allowed is {variable.allowed}")
     return str(value)

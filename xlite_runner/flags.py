@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,9 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     number("--pipeline-parallel-size", "-pp", summary="pipeline stages")
     number("--data-parallel-size", "-dp", summary="replicas of the model")
     switch("--enable-expert-parallel", "-ep", summary="spread whole experts over the ranks")
-    number("--max-model-len", summary="longest sequence, in tokens")
+    number("--max-model-len", kind=_readable_int, summary="longest sequence, in tokens; 32k is 32000, 32K is 32768")
     number("--max-num-seqs", summary="most requests in one step")
-    number("--max-num-batched-tokens", summary="most tokens in one step")
+    number("--max-num-batched-tokens", kind=_readable_int, summary="most tokens in one step")
     switch("--enable-chunked-prefill", summary="split long prompts over several steps")
     switch("--enable-prefix-caching", summary="share the KV cache of equal prefixes")
     number("--block-size", summary="tokens in one KV-cache block")
@@ -77,7 +78,7 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-memory-bytes",
         "--kv-cache-memory",
         dest="kv_cache_memory_bytes",
-        type=int,
+        type=_readable_int,
         metavar="N",
         help="bytes for the KV cache, instead of what profiling finds",
     )
@@ -117,6 +118,16 @@ def _add_device_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--env", dest="environment", action="append", type=_variable, metavar="NAME=VALUE", help="repeatable"
     )
+
+
+def _readable_int(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([kmgtKMGT]?)", text) or re.fullmatch(r"(\d+\.\d+)([kmgt])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a whole number, or one such as 8k, 25.6k or 8K, found {text!r}")
+    number, suffix = match.groups()
+    base = 1024 if suffix.isupper() else 1000
+    factor = base ** ("kmgt".index(suffix.lower()) + 1) if suffix else 1
+    return int(float(number) * factor) if "." in number else int(number) * factor
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -157,7 +157,7 @@ def test_scheduler_defaults(settings: dict[str, Any], tokens: int, seqs: int) ->
 
 def test_xlite_full_mode_is_eager(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "xlite_runner")
-    config = check_and_update_config(xlite(True), ModelConfig.from_hf(DENSE))
+    config = check_and_update_config(xlite(True, block_size=128), ModelConfig.from_hf(DENSE))
     assert config.compilation.enforce_eager
     assert config.compilation.cudagraph_mode is CUDAGraphMode.NONE
     assert config.compilation.cudagraph_capture_sizes == ()
@@ -191,6 +191,9 @@ def test_decode_only_mode_with_enforce_eager_captures_nothing() -> None:
         (args(), 35, 256),  # the public quick start of vllm-ascend prints 35 sizes for 256 sequences
         (args(max_num_seqs=64), 11, 64),
         (args(max_num_seqs=5), 3, 4),
+        (args(max_num_seqs=300), 37, 288),
+        (args(max_num_seqs=96), 15, 96),
+        (args(max_num_seqs=20, max_num_batched_tokens=20), 6, 20),
         (args(max_num_seqs=1024), 51, 512),
         (args(max_num_seqs=64, num_speculative_tokens=1), 19, 128),
         (args(max_num_seqs=64, max_num_batched_tokens=64, num_speculative_tokens=1), 11, 64),
@@ -250,6 +253,7 @@ NO_CHUNKS = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
             ],
         ),
         (args(block_size=256, **NO_CHUNKS), 256, []),
+        (args(**NO_CHUNKS), 16, []),
         (args(block_size=64), 128, ["Block size is set to 128 if prefix cache or chunked prefill is enabled."]),
     ],
 )
@@ -295,6 +299,12 @@ def test_expandable_segments_are_the_normal_mode(given: str, effective: str) -> 
             args(tensor_parallel_size=2),
             UnsupportedModelError,
             "intermediate_size (129) must be a multiple of tensor_parallel_size (2)",
+        ),
+        (
+            DENSE,
+            args(enable_expert_parallel=True),
+            ValueError,
+            "Number of experts in the model must be greater than 0 when expert parallelism is enabled.",
         ),
         (
             {**MOE, "moe_intermediate_size": 6},
@@ -402,3 +412,8 @@ def test_experts_are_spread_or_split(expert_parallel: bool, ep_size: int, tp_siz
 @pytest.mark.parametrize(("given", "effective"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
 def test_dtype_setting(given: str, effective: str) -> None:
     assert check_and_update_config(args(dtype=given), ModelConfig.from_hf(DENSE)).model.dtype == effective
+
+
+def test_truncated_capture_size_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    check_and_update_config(args(max_num_seqs=300, block_size=128), ModelConfig.from_hf(DENSE))
+    assert caplog.messages == ["Truncating max_cudagraph_capture_size to 288"]

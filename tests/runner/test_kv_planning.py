@@ -18,7 +18,8 @@ CONFIG = check_and_update_config(EngineArgs(max_model_len=40960), MODEL)
 SPEC = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=128, dtype_size=2)
 BLOCK_BYTES = 6_291_456  # of the published run: 48 layers, a page of 131072 bytes each
 NO_MEMORY = (
-    "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine. "
+    "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine "
+    "(this flag also controls CPU memory reservation on the CPU backend, despite its name). "
     "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
 )
 
@@ -78,10 +79,11 @@ def test_too_little_for_one_request() -> None:
     with pytest.raises(ValueError, match="To serve") as caught:
         get_kv_cache_configs([layers()], [300 * BLOCK_BYTES + 1], CONFIG)
     assert str(caught.value) == (
-        "To serve at least one request with the models's max seq len (40960), (1.88 GiB KV cache is needed, which is "
+        "To serve at least one request with the model's max seq len (40960), (1.88 GiB KV cache is needed, which is "
         "larger than the available KV cache memory (1.76 GiB). Based on the available memory, the estimated maximum "
-        "model length is 38400. Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when "
-        "initializing the engine. See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
+        "model length is 38400. Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU "
+        "backend) or decreasing `max_model_len` when initializing the engine. "
+        "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
     )
 
 

@@ -192,6 +192,14 @@ def test_flags_are_vllms() -> None:
     assert overrides.keys() == Scenario.model_fields.keys()
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("40960", 40960), ("1k", 1000), ("1K", 1024), ("25.6k", 25_600), ("2G", 2 << 30), ("3t", 3 * 10**12)],
+)
+def test_readable_numbers(text: str, number: int) -> None:
+    assert overrides_of("--max-model-len", text) == {"max_model_len": number}
+
+
 def test_flags_override_the_file_key_by_key(tmp_path: Path) -> None:
     text = (
         MINIMAL
@@ -220,6 +228,7 @@ def test_refused_override_says_where_it_may_come_from(tmp_path: Path) -> None:
         (["--free-memory-bytes", "1,b"], "expected a number of bytes, or several with commas, found '1,b'"),
         (["--additional-config", "{"], "not JSON"),
         (["--additional-config", '{"x": 1}'], "expected a JSON object with the key xlite_graph_config, found"),
+        (["--max-model-len", "1.5K"], "expected a whole number, or one such as 8k, 25.6k or 8K, found '1.5K'"),
         (["--max-num-seqs", "many"], "argument --max-num-seqs: invalid int value: 'many'"),
         (["--profile-policy", "x"], "invalid choice: 'x'"),
     ],

@@ -35,7 +35,7 @@ class EngineArgs(BaseModel):
     max_num_batched_tokens: PositiveInt | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
-    block_size: PositiveInt = 128
+    block_size: PositiveInt | None = None
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     kv_cache_memory_bytes: PositiveInt | None = None
     num_gpu_blocks_override: PositiveInt | None = None

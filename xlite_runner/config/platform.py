@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 """Of ``vllm serve``; the offline ``LLM`` class has 8192."""
+DEFAULT_BLOCK_SIZE = 16
 MAX_CAPTURE_SIZE = 512
 _EXCLUDE_EXPANDABLE_SEGMENTS = ("expandable_segments", "max_split_size_mb", "garbage_collection_threshold")
 _DTYPES: dict[str, Dtype] = {
@@ -67,7 +68,8 @@ def check_and_update_config(args: EngineArgs, model: ModelConfig) -> RunnerConfi
     )
     scheduler = _scheduler_config(args, max_model_len)
     _verify_with_parallel_config(model, parallel)
-    xlite = _xlite_graph_config(args)
+    block_size = args.block_size or DEFAULT_BLOCK_SIZE
+    xlite = _xlite_graph_config(args, block_size)
     compilation = _compilation_config(args, scheduler, xlite)
     if xlite.enabled:
         logger.info("openEuler Xlite enabled. See: https://atomgit.com/openeuler/GVirt/tree/master/xlite")
@@ -77,7 +79,7 @@ def check_and_update_config(args: EngineArgs, model: ModelConfig) -> RunnerConfi
         parallel=parallel,
         scheduler=scheduler,
         cache=CacheConfig(
-            block_size=_block_size(args, xlite),
+            block_size=_refreshed_block_size(args, block_size, xlite),
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
             num_gpu_blocks_override=args.num_gpu_blocks_override,
@@ -95,11 +97,9 @@ def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
     derived = model.max_position_embeddings
     if args.max_model_len is None or args.max_model_len <= derived:
         return args.max_model_len or derived
-    # Upstream multiplies by the rope factor, a float, unless the model scales its frequencies as Llama 3.1 does.
-    printed = derived if model.rope_scaling else float(derived)
     message = (
         f"User-specified max_model_len ({args.max_model_len}) is greater than the derived max_model_len "
-        f"(max_position_embeddings={printed} or model_max_length=None in model's config.json)."
+        f"(max_position_embeddings={float(derived)} or model_max_length=None in model's config.json)."
     )
     caution = (
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN must be used with extreme caution. If the model uses relative position encoding "
@@ -158,7 +158,9 @@ def _verify_with_parallel_config(model: ModelConfig, parallel: ParallelConfig) -
             f"Total number of attention heads ({model.num_attention_heads}) must be divisible by tensor parallel size "
             f"({tp_size})."
         )
-    # Upstream has bare assertions for the rest of this function, deep in its model code.
+    if parallel.enable_expert_parallel and model.moe is None:
+        raise ValueError("Number of experts in the model must be greater than 0 when expert parallelism is enabled.")
+    # Most of the rest are bare assertions deep in upstream's model code.
     num_kv_heads = model.num_key_value_heads
     if num_kv_heads % tp_size and tp_size % num_kv_heads:
         raise UnsupportedModelError(
@@ -182,7 +184,7 @@ def _require_multiple(name: str, value: int, divisor_name: str, divisor: int) ->
         raise UnsupportedModelError(f"{name} ({value}) must be a multiple of {divisor_name} ({divisor})")
 
 
-def _xlite_graph_config(args: EngineArgs) -> XliteGraphConfig:
+def _xlite_graph_config(args: EngineArgs, block_size: int) -> XliteGraphConfig:
     xlite = XliteGraphConfig(enabled=args.xlite_graph_config.enabled, full_mode=args.xlite_graph_config.full_mode)
     if xlite.enabled:
         if args.num_speculative_tokens not in (None, 1):
@@ -191,11 +193,11 @@ def _xlite_graph_config(args: EngineArgs) -> XliteGraphConfig:
             raise RuntimeError(
                 "Xlite graph mode is not compatible with pipeline parallelism. Please set pipeline_parallel_size to 1."
             )
-        if args.block_size != 128:
+        if block_size != 128:
             logger.warning(
                 "Current cache block size may not be optimal for xlite graph mode. "
                 "current_block_size=%d, recommended_block_size=128.",
-                args.block_size,
+                block_size,
             )
     if args.pipeline_parallel_size > 1:
         raise ScenarioError(f"pipeline_parallel_size = {args.pipeline_parallel_size} is not supported; allowed: 1")
@@ -217,26 +219,29 @@ def _compilation_config(args: EngineArgs, scheduler: SchedulerConfig, xlite: Xli
         logger.info("Compilation disabled, using eager mode by default")
         return CompilationConfig(enforce_eager=True, cudagraph_mode=mode)
     decode_query_len = 1 + (args.num_speculative_tokens or 0)
-    largest = min(scheduler.max_num_seqs * decode_query_len, MAX_CAPTURE_SIZE, scheduler.max_num_batched_tokens)
-    candidates = (1, 2, 4, *range(8, 256, 8), *range(256, MAX_CAPTURE_SIZE + 1, 16))
-    sizes = tuple(size for size in candidates if size <= largest)
+    wanted = min(scheduler.max_num_seqs * decode_query_len, MAX_CAPTURE_SIZE)
+    largest = min(wanted, scheduler.max_num_batched_tokens)
+    candidates = {1, 2, 4, *range(8, 256, 8), *range(256, MAX_CAPTURE_SIZE + 1, 16), scheduler.max_num_batched_tokens}
+    sizes = tuple(sorted(size for size in candidates if size <= largest))
+    if sizes[-1] != wanted:
+        logger.warning("Truncating max_cudagraph_capture_size to %d", sizes[-1])
     return CompilationConfig(enforce_eager=False, cudagraph_mode=mode, cudagraph_capture_sizes=sizes)
 
 
-def _block_size(args: EngineArgs, xlite: XliteGraphConfig) -> int:
-    if args.block_size == 128:
+def _refreshed_block_size(args: EngineArgs, block_size: int, xlite: XliteGraphConfig) -> int:
+    if block_size == 128:
         return 128
     if args.enable_prefix_caching or args.enable_chunked_prefill:
         logger.info("Block size is set to 128 if prefix cache or chunked prefill is enabled.")
         return 128
-    if xlite.enabled and args.block_size > 128:
+    if xlite.enabled and block_size > 128:
         logger.warning(
             "Setting block size for xlite compatibility. original_block_size=%d, new_block_size=128. "
             "xlite_graph_config requires block_size <= 128.",
-            args.block_size,
+            block_size,
         )
         return 128
-    return args.block_size
+    return block_size
 
 
 def _environment(args: EngineArgs) -> dict[str, str]:

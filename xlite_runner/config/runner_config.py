@@ -81,8 +81,8 @@ class CacheConfig:
     With ``kv_cache_memory_bytes`` the utilization is not respected.
     """
 
-    block_size: int = 128
-    gpu_memory_utilization: float = 0.92
+    block_size: int
+    gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True

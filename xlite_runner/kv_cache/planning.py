@@ -142,8 +142,9 @@ def _plan(group: KVCacheGroupSpec, num_blocks: int) -> KVCacheConfig:
 def _check_enough_kv_cache_memory(group: KVCacheGroupSpec, available: int, max_model_len: int) -> None:
     if available <= 0:
         raise ValueError(
-            "No available memory for the cache blocks. "
-            f"Try increasing `gpu_memory_utilization` when initializing the engine. {_MORE_DETAILS}"
+            "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
+            "engine (this flag also controls CPU memory reservation on the CPU backend, despite its name). "
+            f"{_MORE_DETAILS}"
         )
     needed = group.max_memory_usage_bytes(max_model_len)
     if needed <= available:
@@ -154,10 +155,10 @@ def _check_enough_kv_cache_memory(group: KVCacheGroupSpec, available: int, max_m
         if estimated_max_len > 0
         else ""
     )
-    # The unbalanced parenthesis and "models's" are upstream's.
+    # The unbalanced parenthesis is upstream's.
     raise ValueError(
-        f"To serve at least one request with the models's max seq len ({max_model_len}), ({format_gib(needed)} GiB KV "
+        f"To serve at least one request with the model's max seq len ({max_model_len}), ({format_gib(needed)} GiB KV "
         f"cache is needed, which is larger than the available KV cache memory ({format_gib(available)} GiB). {estimate}"
-        f"Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when initializing the engine. "
-        f"{_MORE_DETAILS}"
+        "Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU backend) or decreasing "
+        f"`max_model_len` when initializing the engine. {_MORE_DETAILS}"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from xlite_runner.config import EngineArgs, ModelConfig, RunnerConfig, check_and_update_config
 from xlite_runner.kv_cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, get_kv_cache_configs
 
+ORACLE = Path(__file__).parents[1] / "data" / "kv_planning" / "vllm_0.23.0.jsonl"
 MODEL = ModelConfig.from_hf(Path(__file__).parents[2] / "examples" / "models" / "Qwen3-30B-A3B.json")
 CONFIG = check_and_update_config(EngineArgs(max_model_len=40960), MODEL)
 SPEC = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=128, dtype_size=2)
@@ -28,7 +31,7 @@ def layers(spec: KVCacheSpec = SPEC, count: int = 48) -> dict[str, KVCacheSpec]:
     return {f"model.layers.{index}.self_attn.attn": spec for index in range(count)}
 
 
-def with_override(num_blocks: int) -> RunnerConfig:
+def with_override(num_blocks: int | None) -> RunnerConfig:
     return replace(CONFIG, cache=replace(CONFIG.cache, num_gpu_blocks_override=num_blocks))
 
 
@@ -140,3 +143,26 @@ def test_tokens_from_the_concurrency_are_whole_blocks_for_the_published_run(num_
     group = KVCacheGroupSpec(layer_names=tuple(layers()), kv_cache_spec=SPEC)
     config = KVCacheConfig(num_blocks=num_blocks, group=group, tensors=())
     assert config.num_tokens(40960) == num_blocks * 128
+
+
+@pytest.mark.parametrize("case", [json.loads(line) for line in ORACLE.read_text().splitlines()])
+def test_same_plan_as_vllm(case: dict[str, Any]) -> None:
+    spec = FullAttentionSpec(
+        block_size=case["block_size"], num_kv_heads=case["num_kv_heads"], head_size=case["head_size"], dtype_size=2
+    )
+    max_model_len = case["max_model_len"]
+    config = replace(
+        with_override(case["num_gpu_blocks_override"]), scheduler=replace(CONFIG.scheduler, max_model_len=max_model_len)
+    )
+    available = case["available_memory"]
+    specs = [layers(spec, case["num_layers"])] * len(available)
+    if "error" in case:
+        with pytest.raises(ValueError, match="KV cache|cache blocks") as caught:
+            get_kv_cache_configs(specs, available, config)
+        assert str(caught.value) == case["error"]
+        return
+    plans = get_kv_cache_configs(specs, available, config)
+    assert {plan.num_blocks for plan in plans} == {case["num_blocks"]}
+    assert {tensor.num_bytes for plan in plans for tensor in plan.tensors} == {case["tensor_bytes"]}
+    assert plans[0].max_concurrency(max_model_len) == case["max_concurrency"]
+    assert plans[0].num_tokens(max_model_len) == case["num_tokens"]

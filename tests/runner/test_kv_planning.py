@@ -157,7 +157,7 @@ def test_same_plan_as_vllm(case: dict[str, Any]) -> None:
     available = case["available_memory"]
     specs = [layers(spec, case["num_layers"])] * len(available)
     if "error" in case:
-        with pytest.raises(ValueError, match="KV cache|cache blocks") as caught:
+        with pytest.raises(ValueError, match=r"KV cache|cache blocks") as caught:
             get_kv_cache_configs(specs, available, config)
         assert str(caught.value) == case["error"]
         return

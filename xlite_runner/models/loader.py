@@ -1,0 +1,43 @@
+"""From a configuration to a model with weights on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from xlite_runner.models.decoder import CausalLM
+from xlite_runner.models.dense import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from xlite_runner.models.layers import BuildContext, LinearBase
+from xlite_runner.models.qwen3_moe import Qwen3MoeForCausalLM
+from xlite_runner.moe.fused_moe import FusedMoE
+
+MODELS: Mapping[str, Callable[[BuildContext], CausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+}
+"""Model classes by the architecture's name in ``config.json``."""
+
+DUMMY_WEIGHT_RANGE = 1e-3
+
+
+def build_model(build: BuildContext) -> CausalLM:
+    """The configured model with dummy weights, ready to run.
+
+    Weights are made where they stay; the only temporaries are one transposed copy of an expert tensor at a time and
+    those of the rotary cache.
+    """
+    model = MODELS[build.config.model.architecture](build)
+    initialize_dummy_weights(model)
+    for module in model.modules():
+        if isinstance(module, (LinearBase, FusedMoE)):
+            module.process_weights_after_loading()
+    return model.eval()
+
+
+def initialize_dummy_weights(model: torch.nn.Module) -> None:
+    """Small random numbers in every weight, in place."""
+    for parameter in model.parameters():
+        parameter.data.uniform_(-DUMMY_WEIGHT_RANGE, DUMMY_WEIGHT_RANGE)

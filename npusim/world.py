@@ -37,9 +37,10 @@ class SimWorld:
             ``real``: everything is computed; for tiny models.
         torch_npu_version: Release whose allocator is imitated: ``2.13`` or ``2.10``.
         xlite_version: Release of xlite that is imitated.
-        total_bytes: Memory of each device instead of the profile's; one number for all, or one per device.
+        total_bytes: Memory of each device instead of the profile's; one number for all, or one per device (None: the
+            profile's).
         free_bytes: Free at the start on each device; likewise.
-        other_processes: Bytes held by other processes on every device, by name.
+        other_processes: Bytes held by other processes, by name; the same on every device, or one mapping per device.
         keep_events: Keep the event log's events, not only their hash.
 
     Raises:
@@ -57,9 +58,9 @@ class SimWorld:
         values: Literal["shape", "real"] = "shape",
         torch_npu_version: str = "2.13",
         xlite_version: str = "0.1.0rc11",
-        total_bytes: int | Sequence[int] | None = None,
-        free_bytes: int | Sequence[int] | None = None,
-        other_processes: Mapping[str, int] | None = None,
+        total_bytes: int | Sequence[int | None] | None = None,
+        free_bytes: int | Sequence[int | None] | None = None,
+        other_processes: Mapping[str, int] | Sequence[Mapping[str, int]] = (),
         keep_events: bool = False,
     ) -> None:
         self.profile = load_profile(profile) if isinstance(profile, str) else profile
@@ -72,6 +73,7 @@ class SimWorld:
         self.values: Values = RealValues(self.storages) if values == "real" else ShapeValues(self.storages)
         totals = _per_device("total_bytes", total_bytes, num_devices)
         frees = _per_device("free_bytes", free_bytes, num_devices)
+        others = _per_device("other_processes", other_processes or {}, num_devices)
         self.cards = [
             Card(
                 index,
@@ -80,7 +82,7 @@ class SimWorld:
                 self.event_log,
                 total_bytes=totals[index],
                 free_bytes=frees[index],
-                other_processes=dict(other_processes or {}),
+                other_processes=dict(others[index]),
             )
             for index in range(num_devices)
         ]
@@ -146,12 +148,12 @@ class SimWorld:
         uninstall(self)
 
 
-def _per_device(name: str, numbers: int | Sequence[int] | None, num_devices: int) -> Sequence[int | None]:
-    if numbers is None or isinstance(numbers, int):
-        return [numbers] * num_devices
-    if len(numbers) != num_devices:
-        raise WorldError(f"{name} has {len(numbers)} entries for {num_devices} devices; give one number or one per device")
-    return numbers
+def _per_device(name: str, setting: T | Sequence[T], num_devices: int) -> Sequence[T]:
+    if not isinstance(setting, (list, tuple)):
+        return [setting] * num_devices  # type: ignore[list-item]
+    if len(setting) != num_devices:
+        raise WorldError(f"{name} has {len(setting)} entries for {num_devices} devices; give one for all or one per device")
+    return setting
 
 
 def _task_queue_level(environment: Mapping[str, str]) -> int:

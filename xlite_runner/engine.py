@@ -1,0 +1,138 @@
+"""The engine's start-up: takes all workers through their stages and plans the KV cache between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+
+from xlite_runner.budget import suggest_kv_cache_memory
+from xlite_runner.config import ProfilePolicy, RunnerConfig
+from xlite_runner.kv_cache import get_kv_cache_configs
+from xlite_runner.kv_cache.planning import KVCacheConfig
+from xlite_runner.result import LedgerRow, ProfileResult, RankResult
+from xlite_runner.worker import NPUWorker, XliteWorker
+
+T = TypeVar("T")
+
+STAGES = (
+    "init_device",
+    "load_model",
+    "determine_available_memory",
+    "initialize_from_config",
+    "compile_or_warm_up_model",
+)
+"""The stages of a start-up, as :class:`EngineCore` announces them."""
+
+
+class RunRanks(Protocol):
+    """Runs one function per rank, at the same time or in turns, and returns their results by rank."""
+
+    def __call__(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Run them; an error on any rank is raised."""
+        ...
+
+
+class EngineCore:
+    """All workers of one engine.
+
+    Args:
+        config: The engine's configuration.
+        policy: What the profile run executes in xlite full mode.
+        run_ranks: How the workers run: in turns in this process, or one alone.
+        store: Where they find each other.
+        on_stage: Told of each stage of :data:`STAGES` before it starts.
+    """
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        policy: ProfilePolicy,
+        run_ranks: RunRanks,
+        store: dist.Store,
+        on_stage: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self._run_ranks = run_ranks
+        self._on_stage = on_stage
+        ranks = range(config.parallel.world_size_across_dp)
+        if config.ascend.xlite_graph_config.enabled:
+            self.workers: list[NPUWorker] = [XliteWorker(config, rank, rank, store, policy) for rank in ranks]
+        else:
+            self.workers = [NPUWorker(config, rank, rank, store) for rank in ranks]
+        self.kv_cache_configs: list[KVCacheConfig] = []
+
+    def start(self) -> None:
+        """Take all workers from opening their devices to being ready to serve.
+
+        Raises:
+            ValueError: Too little memory, at the start or for the KV cache; upstream's text.
+            AssertionError: Free memory grew during profiling; upstream's text.
+            torch.OutOfMemoryError: A device has no room for weights, activations or the KV cache.
+        """
+        self._stage("init_device", NPUWorker.init_device)
+        self._stage("load_model", NPUWorker.load_model)
+        available = self._stage("determine_available_memory", NPUWorker.determine_available_memory)
+        specs = self._run_ranks([worker.get_kv_cache_spec for worker in self.workers])
+        self.kv_cache_configs = get_kv_cache_configs(specs, available, self.config)
+        plans = iter(self.kv_cache_configs)
+        self._stage("initialize_from_config", lambda worker: worker.initialize_from_config(next(plans)))
+        self._stage("compile_or_warm_up_model", NPUWorker.compile_or_warm_up_model)
+
+    def _stage(self, name: str, run: Callable[[NPUWorker], T]) -> list[T]:
+        self._on_stage(name)
+        return self._run_ranks([lambda worker=worker: run(worker) for worker in self.workers])
+
+    def result(
+        self,
+        log_lines: Sequence[str] = (),
+        ledgers: Sequence[Sequence[LedgerRow]] = (),
+        event_log_digest: str | None = None,
+    ) -> ProfileResult:
+        """What :meth:`start` measured.
+
+        Args:
+            log_lines: What was logged meanwhile.
+            ledgers: Who owns each device's memory, by rank, if that is known.
+            event_log_digest: Identifies what the simulated world did.
+        """
+        plan = self.kv_cache_configs[0]
+        max_model_len = self.config.scheduler.max_model_len
+        return ProfileResult(
+            policy=self.policy.value,
+            ranks=tuple(
+                _rank_result(worker, ledgers[worker.rank] if ledgers else ()) for worker in self.workers
+            ),
+            num_gpu_blocks=plan.num_blocks,
+            num_kv_cache_tokens=plan.num_tokens(max_model_len),
+            max_concurrency=plan.max_concurrency(max_model_len),
+            log_lines=tuple(log_lines),
+            event_log_digest=event_log_digest,
+        )
+
+
+def _rank_result(worker: NPUWorker, ledger: Sequence[LedgerRow]) -> RankResult:
+    memory = worker.memory
+    non_kv, init = memory.non_kv, memory.init_snapshot
+    suggestions = (
+        None if non_kv is None else suggest_kv_cache_memory(memory.requested, init.free_memory, non_kv, memory.graph)
+    )
+    return RankResult(
+        rank=worker.rank,
+        total_memory_bytes=init.total_memory,
+        free_memory_at_start_bytes=init.free_memory,
+        requested_memory_bytes=int(memory.requested),
+        weights_bytes=worker.model_runner.model_memory_usage,
+        peak_activation_bytes=non_kv.peak_activation if non_kv else 0,
+        non_torch_bytes=non_kv.non_torch if non_kv else 0,
+        graph_bytes=memory.graph,
+        graph_estimate_bytes=memory.graph_estimate,
+        available_kv_cache_bytes=int(memory.available_kv_cache),
+        kv_cache_bytes=worker.kv_cache_bytes,
+        xlite_pool_mb=worker.model_runner.xlite_pool_mb,
+        suggested_kv_cache_memory_bytes=suggestions.fit_requested if suggestions else None,
+        suggested_kv_cache_memory_full_bytes=suggestions.use_free if suggestions else None,
+        ledger=tuple(ledger),
+    )

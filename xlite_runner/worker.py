@@ -1,0 +1,196 @@
+"""One worker: one rank on one device, from opening the device to being ready to serve."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from xlite_runner.budget import (
+    GIB,
+    NonKVMemory,
+    available_kv_cache_memory,
+    available_kv_cache_message,
+    format_gib,
+    free_memory_message,
+    requested_memory,
+    suggest_kv_cache_memory,
+)
+from xlite_runner.config import CUDAGraphMode, ProfilePolicy, RunnerConfig
+from xlite_runner.kv_cache.planning import KVCacheConfig
+from xlite_runner.kv_cache.specs import KVCacheSpec
+from xlite_runner.memory_profiling import MemorySnapshot, memory_profiling
+from xlite_runner.parallel_state import initialize_parallel_state
+from xlite_runner.runner import NPUModelRunner, XliteModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class WorkerMemory:
+    """What a worker has measured so far, in bytes."""
+
+    init_snapshot: MemorySnapshot
+    requested: float
+    non_kv: NonKVMemory | None = None
+    available_kv_cache: float = 0.0
+    graph: int = 0
+    graph_estimate: int = 0
+
+
+class NPUWorker:
+    """A worker without xlite.
+
+    Args:
+        config: The engine's configuration.
+        rank: Number among all workers.
+        local_rank: Index of its device.
+        store: Where the workers find each other.
+    """
+
+    def __init__(self, config: RunnerConfig, rank: int, local_rank: int, store: dist.Store) -> None:
+        self.config = config
+        self.rank = rank
+        self.local_rank = local_rank
+        self._store = store
+        self.device = torch.device("npu", local_rank)
+        self.memory: WorkerMemory
+        self.model_runner: NPUModelRunner
+        self.kv_cache_bytes = 0
+
+    def init_device(self) -> None:
+        """Open the device, take the baseline of its memory, join the other workers, make the runner.
+
+        Raises:
+            ValueError: Less is free than the utilization asks for; upstream's text.
+        """
+        torch.npu.set_device(self.device)
+        gc.collect()
+        torch.npu.empty_cache()
+        snapshot = MemorySnapshot.measure(self.device)
+        utilization = self.config.cache.gpu_memory_utilization
+        requested = requested_memory(snapshot.total_memory, utilization)
+        self.memory = WorkerMemory(init_snapshot=snapshot, requested=requested)
+        if snapshot.free_memory < requested:
+            raise ValueError(
+                f"Free memory on device ({format_gib(snapshot.free_memory)}/{format_gib(snapshot.total_memory)} GiB) on "
+                f"startup is less than desired GPU memory utilization ({utilization}, {format_gib(requested)} GiB). "
+                "Decrease GPU memory utilization or reduce GPU memory used by other processes."
+            )
+        parallel = self.config.parallel
+        dist.init_process_group(
+            "hccl", store=self._store, rank=self.rank, world_size=parallel.world_size_across_dp
+        )
+        groups = initialize_parallel_state(
+            parallel, self.rank, self.local_rank, is_moe=self.config.model.moe is not None
+        )
+        torch.npu.manual_seed_all(self.config.seed)
+        self.model_runner = self._make_runner(groups)
+
+    def _make_runner(self, groups: object) -> NPUModelRunner:
+        return NPUModelRunner(self.config, groups, self.device)  # type: ignore[arg-type]
+
+    def load_model(self) -> None:
+        """Load the weights."""
+        with torch.inference_mode():
+            self.model_runner.load_model()
+
+    def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
+        """What the cache of each layer needs."""
+        return self.model_runner.get_kv_cache_spec()
+
+    def determine_available_memory(self) -> int:
+        """Profile, and return the bytes that are left for the KV cache; negative if nothing is.
+
+        With ``kv_cache_memory_bytes`` the profile run still happens, but its memory is not looked at.
+
+        Raises:
+            AssertionError: Free memory grew meanwhile, so that the figures mean nothing; upstream's text.
+        """
+        init = self.memory.init_snapshot
+        if kv_cache_memory_bytes := self.config.cache.kv_cache_memory_bytes:
+            self.model_runner.profile_run()
+            logger.info(
+                "Initial free memory %.2f GiB, reserved %.2f GiB for KV Cache as specified by kv_cache_memory_bytes, "
+                "skipping memory profiling. This does not respect the gpu_memory_utilization config. Only use "
+                "kv_cache_memory_bytes when you want manual control of KV cache memory size. If OOM'ed, check the "
+                "difference of initial free memory between the current run and the previous run where "
+                "kv_cache_memory_bytes is suggested and update it correspondingly.",
+                init.free_memory / GIB,
+                kv_cache_memory_bytes / GIB,
+            )
+            self.memory.available_kv_cache = kv_cache_memory_bytes
+            return kv_cache_memory_bytes
+
+        with memory_profiling(init, self.model_runner.model_memory_usage, self.device) as result:
+            self.model_runner.profile_run()
+            # Read before graphs are captured, whose pools would raise it.
+            profile_torch_peak = torch.npu.memory_stats(self.device).get("allocated_bytes.all.peak", 0)
+        non_kv = NonKVMemory(
+            weights=result.weights_memory,
+            peak_activation=profile_torch_peak - result.before_profile.torch_peak,
+            non_torch=result.non_torch_increase,
+        )
+        free_memory = result.after_profile.free_memory
+        if init.free_memory <= free_memory:
+            raise AssertionError(
+                f"Error in memory profiling. Initial free memory {init.free_memory / GIB} GiB, current free memory "
+                f"{free_memory / GIB} GiB. This happens when other processes sharing the same container release GPU "
+                "memory while vLLM is profiling during initialization. To fix this, ensure consistent GPU memory "
+                "allocation or isolate vLLM in its own container."
+            )
+        self.memory.non_kv = non_kv
+        self.memory.available_kv_cache = available_kv_cache_memory(self.memory.requested, non_kv)
+        logger.info("%s", available_kv_cache_message(self.memory.available_kv_cache))
+        return int(self.memory.available_kv_cache)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the KV cache."""
+        before = torch.npu.memory_allocated(self.device)
+        self.model_runner.initialize_kv_cache(kv_cache_config)
+        self.kv_cache_bytes = torch.npu.memory_allocated(self.device) - before
+
+    def compile_or_warm_up_model(self) -> None:
+        """Capture graphs, and say where the memory went."""
+        if self.config.compilation.cudagraph_mode is not CUDAGraphMode.NONE:
+            self.memory.graph = self.model_runner.capture_model()
+        memory = self.memory
+        if memory.non_kv is not None:
+            logger.info(
+                "%s",
+                free_memory_message(
+                    total=memory.init_snapshot.total_memory,
+                    free_at_start=memory.init_snapshot.free_memory,
+                    gpu_memory_utilization=self.config.cache.gpu_memory_utilization,
+                    requested=memory.requested,
+                    non_kv=memory.non_kv,
+                    graph=memory.graph,
+                    available=memory.available_kv_cache,
+                ),
+            )
+        torch.npu.manual_seed_all(self.config.seed)
+
+
+class XliteWorker(NPUWorker):
+    """A worker with xlite.
+
+    Args:
+        config: The engine's configuration.
+        rank: Number among all workers.
+        local_rank: Index of its device.
+        store: Where the workers find each other.
+        policy: What the profile run executes in full mode.
+    """
+
+    def __init__(
+        self, config: RunnerConfig, rank: int, local_rank: int, store: dist.Store, policy: ProfilePolicy
+    ) -> None:
+        super().__init__(config, rank, local_rank, store)
+        self.policy = policy
+
+    def _make_runner(self, groups: object) -> NPUModelRunner:
+        return XliteModelRunner(self.config, groups, self.device, self.policy)  # type: ignore[arg-type]

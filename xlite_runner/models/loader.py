@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch_npu
 
+from xlite_runner.config import RunnerConfig
+from xlite_runner.forward_context import AscendDeviceType
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.models.dense import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from xlite_runner.models.layers import BuildContext, LinearBase
 from xlite_runner.models.qwen3_moe import Qwen3MoeForCausalLM
 from xlite_runner.moe.fused_moe import FusedMoE
+from xlite_runner.parallel_state import ParallelState
 
 MODELS: Mapping[str, Callable[[BuildContext], CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -23,13 +27,14 @@ MODELS: Mapping[str, Callable[[BuildContext], CausalLM]] = {
 DUMMY_WEIGHT_RANGE = 1e-3
 
 
-def build_model(build: BuildContext) -> CausalLM:
+def build_model(config: RunnerConfig, parallel: ParallelState, device: torch.device) -> CausalLM:
     """The configured model with dummy weights, ready to run.
 
     Weights are made where they stay; the only temporaries are one transposed copy of an expert tensor at a time and
     those of the rotary cache.
     """
-    model = MODELS[build.config.model.architecture](build)
+    device_type = AscendDeviceType.of(torch_npu.npu.get_soc_version())
+    model = MODELS[config.model.architecture](BuildContext(config, parallel, device, device_type))
     initialize_dummy_weights(model)
     for module in model.modules():
         if isinstance(module, (LinearBase, FusedMoE)):

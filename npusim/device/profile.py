@@ -50,6 +50,7 @@ class DeviceProfile:
         hccl_runtime_bytes: Taken when the process' first communicator does its first operation, besides its buffers.
         communicator_control_bytes: The same for each further communicator.
         mc2_workspace_bytes: Taken by the first MC2 operator on a communicator.
+        acl_graph_bytes: Taken by each captured graph besides the memory in its pool.
         num_aicore: Cube cores (AI cores).
         num_vector_cores: Vector cores.
         devices_per_node: Devices that one host sees; decides whether xlite communicates through XCCL.
@@ -67,6 +68,7 @@ class DeviceProfile:
     hccl_runtime_bytes: Fact[int]
     communicator_control_bytes: Fact[int]
     mc2_workspace_bytes: Fact[int]
+    acl_graph_bytes: Fact[int]
     num_aicore: Fact[int]
     num_vector_cores: Fact[int]
     devices_per_node: Fact[int]

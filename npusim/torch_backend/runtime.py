@@ -101,6 +101,9 @@ class DeviceRuntime:
         self.hccl = HcclRuntime(card, hccl)
         self.communicators: dict[str, Communicator] = {}
         self._stream = card.default_stream
+        self._capturing: int | None = None
+        self._capture_stream: int | None = None
+        self._num_pools = {"user": 0, "capture": 0}
         self.workspaces = WorkspaceAllocator(
             card.hbm, self, device_index=card.index, out_of_memory_error=torch.OutOfMemoryError
         )
@@ -147,8 +150,31 @@ class DeviceRuntime:
         self.card.streams.synchronize_device()
 
     def is_current_stream_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph; graphs are not modelled yet."""
-        return False
+        """Whether the current stream is being captured into a graph."""
+        return self._capturing is not None and self._capturing == self._stream
+
+    def begin_capture(self, stream: int) -> None:
+        """Operators on ``stream`` are captured from now on."""
+        self._capturing = stream
+        self.allocator.mark_capture_begin()
+
+    def end_capture(self) -> None:
+        """Nothing is captured any more."""
+        self._capturing = None
+        self.allocator.mark_capture_end()
+
+    def capture_stream(self) -> int:
+        """The stream that graphs are captured on if the caller names none; one for all captures, as in torch."""
+        if self._capture_stream is None:
+            self._capture_stream = self.card.streams.create()
+        return self._capture_stream
+
+    def new_pool_id(self, *, user: bool) -> tuple[int, int]:
+        """An id for a private memory pool: ``(0, n)`` for a user's pool, ``(n, 0)`` for a capture without one."""
+        kind = "user" if user else "capture"
+        self._num_pools[kind] += 1
+        number = self._num_pools[kind]
+        return (0, number) if user else (number, 0)
 
 
 def device_index(platform: Platform, device: torch.device | int | str | None) -> int:

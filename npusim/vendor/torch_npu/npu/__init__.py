@@ -10,6 +10,7 @@ from npusim.errors import UnmodelledNameError
 from npusim.torch_backend.registration import has_platform, platform
 from npusim.torch_backend.runtime import device_index
 from torch_npu.npu import memory
+from torch_npu.npu.graphs import NPUGraph, graph, graph_pool_handle, is_current_stream_capturing
 from torch_npu.npu.memory import (
     empty_cache,
     empty_virt_addr_cache,
@@ -28,6 +29,7 @@ from torch_npu.npu.streams import Event, Stream, current_stream, default_stream,
 
 __all__ = [
     "Event",
+    "NPUGraph",
     "Stream",
     "current_device",
     "current_stream",
@@ -38,8 +40,11 @@ __all__ = [
     "get_device_name",
     "get_device_properties",
     "get_soc_version",
+    "graph",
+    "graph_pool_handle",
     "init",
     "is_available",
+    "is_current_stream_capturing",
     "is_initialized",
     "manual_seed",
     "manual_seed_all",

@@ -35,22 +35,22 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
 
 def memory_allocated(device: Device = None) -> int:
     """Bytes in blocks that tensors hold."""
-    return int(_allocator(device).memory_stats()["allocated_bytes.all.current"])
+    return _allocator(device).memory_allocated
 
 
 def max_memory_allocated(device: Device = None) -> int:
     """Peak of :func:`memory_allocated` since the start or the last reset."""
-    return int(_allocator(device).memory_stats()["allocated_bytes.all.peak"])
+    return _allocator(device).max_memory_allocated
 
 
 def memory_reserved(device: Device = None) -> int:
     """Bytes that the allocator holds from the device."""
-    return int(_allocator(device).memory_stats()["reserved_bytes.all.current"])
+    return _allocator(device).memory_reserved
 
 
 def max_memory_reserved(device: Device = None) -> int:
     """Peak of :func:`memory_reserved` since the start or the last reset."""
-    return int(_allocator(device).memory_stats()["reserved_bytes.all.peak"])
+    return _allocator(device).max_memory_reserved
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
@@ -65,7 +65,7 @@ def reset_accumulated_memory_stats(device: Device = None) -> None:
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     """torch_npu's table of the counters."""
-    return _allocator(device).memory_summary(abbreviated=abbreviated)
+    return memory_summary_text(_allocator(device), abbreviated=abbreviated)
 
 
 def empty_cache() -> None:

@@ -2,25 +2,29 @@
 
 A declaration is a few lines::
 
-    @operator("npu::npu_swiglu(Tensor self, int dim=-1) -> Tensor", computes=swiglu)
-    def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
-        return new_like(self, halved(self.shape, dim))
+    @operator("npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor", computes=swiglu)
+    def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
+        return new_like(input, halved(input.shape, dim))
 
 The function body makes the operator's results, and its temporaries as local variables, in torch_npu's order, so that the
-caching allocator sees what it would see on a card. ``computes`` gets the same arguments on the host.
+caching allocator sees what it would see on a card. ``computes`` gets the same arguments on the host; one of torch's own
+operators that says nothing there is computed by torch's own CPU kernel.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from npusim.ops.refusal import devices_differ, wrong_device
 from npusim.torch_backend.registration import kernel, platform
-from npusim.torch_backend.tensors import lowered, new_on, runtime_of, simulated_in
+from npusim.torch_backend.runtime import DeviceRuntime
+from npusim.torch_backend.tensors import new_on
 
 SYSTEM_WORKSPACE_BYTES = 16 << 20
 """Workspace of a kernel that uses cube and vector cores on A2/A3, on top of the user's part. Grade: exact; source: the
@@ -33,47 +37,95 @@ class Operator:
 
     Attributes:
         name: ``namespace::name`` with the overload, if it has one.
+        parameters: Names of its arguments.
         allocate: Makes results and temporaries.
         computes: Computes the results on host tensors; None if only shapes are modelled.
-        writes: Positions of arguments that the operator writes to.
+        writes: Names of the arguments that it writes to.
+        overwrites: Those of them whose old values it does not read.
+        checks_devices: Whether torch's generated wrapper refuses host tensors among its arguments.
         workspace_bytes: Bytes of workspace during the call, given the arguments.
     """
 
     name: str
+    parameters: tuple[str, ...]
     allocate: Callable[..., Any]
     computes: Callable[..., Any] | None
-    writes: tuple[int, ...]
+    writes: tuple[str, ...]
+    overwrites: tuple[str, ...]
+    checks_devices: bool
     workspace_bytes: Callable[..., int] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator: allocate, take and give back its workspace, charge its launch, attach values."""
-        values = platform().values
-        inputs = simulated_in((*args, *kwargs.values()))
+        active = platform()
+        inputs: list[Tensor] = []
+        hosts: list[Tensor] = []
+        sort_tensors(args, inputs, hosts)
+        if kwargs:
+            sort_tensors(kwargs.values(), inputs, hosts)
+        if hosts and self.checks_devices:
+            devices_differ(self.name, self.parameters, args, kwargs)
         results = self.allocate(*args, **kwargs)
-        runtime = runtime_of(inputs[0].device if inputs else _first(results).device)
+        if hosts and not self.checks_devices:
+            wrong_device(hosts)
+        runtime = active.runtimes[(inputs or tensors_in(results))[0].device.index]
         if self.workspace_bytes is not None:
             take_workspace(runtime, self.workspace_bytes(*args, **kwargs))
         runtime.card.launch(self.name, runtime.current_stream())
-        written = [args[position] for position in self.writes]
-        outputs = [t for t in _tensors(results) if not any(t is target for target in inputs)]
-        if self.computes is None:
-            values.forget(written)
-        elif values.known(inputs):
-            computes = self.computes
-
-            def compute(*hosts: torch.Tensor) -> Any:
-                replacements = iter(hosts)
-                host_args = lowered(args, replacements)
-                host_kwargs = {key: lowered(value, replacements) for key, value in kwargs.items()}
-                return computes(*host_args, **host_kwargs)
-
-            if written:
-                values.update([*written, *outputs], inputs, compute)
-            else:
-                values.compute(outputs, inputs, compute)
+        written = [self._argument(name, args, kwargs) for name in self.writes] if self.writes else []
+        values = active.values
+        if self.overwrites:
+            overwritten = [self._argument(name, args, kwargs) for name in self.overwrites]
+            inputs = [tensor for tensor in inputs if not any(tensor is target for target in overwritten)]
+        if self.computes is None or not values.known(inputs):
+            values.forget([tensor for tensor in written if tensor is not None])
+            return results
+        compute = _Computation(self, args, kwargs)
+        if written:
+            outputs = [tensor for tensor in tensors_in(results) if not any(tensor is target for target in written)]
+            values.update([tensor for tensor in (*written, *outputs) if tensor is not None], inputs, compute)
         else:
-            values.forget(written)
+            values.compute(tensors_in(results), inputs, compute)
         return results
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in kwargs:
+            return kwargs[name]
+        position = self.parameters.index(name)
+        return args[position] if position < len(args) else None
+
+
+class _Device:
+    """Stands for a simulated tensor among the arguments of a computation that may run much later.
+
+    The tensor itself must not be kept: its memory would live as long as a result that nobody has read.
+    """
+
+
+_DEVICE = _Device()
+
+
+class _Computation:
+    """An operator's arguments without their device tensors, to be completed by host tensors."""
+
+    def __init__(self, declared: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = declared.parameters
+        hidden = declared.overwrites
+        self._computes = declared.computes
+        self._args = [
+            None if hidden and names[position] in hidden else _without_tensors(value)
+            for position, value in enumerate(args)
+        ]
+        self._kwargs = {
+            name: None if name in hidden else _without_tensors(value) for name, value in kwargs.items()
+        }
+
+    def __call__(self, *hosts: Tensor) -> Any:
+        assert self._computes is not None
+        replacements = iter(hosts)
+        args = [_with_tensors(value, replacements) for value in self._args]
+        kwargs = {name: _with_tensors(value, replacements) for name, value in self._kwargs.items()}
+        return self._computes(*args, **kwargs)
 
 
 def operator(
@@ -81,6 +133,8 @@ def operator(
     *,
     computes: Callable[..., Any] | None = None,
     writes: Sequence[str] = (),
+    overwrites: Sequence[str] = (),
+    checks_devices: bool = True,
     workspace_bytes: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Declare an operator of device ``npu``.
@@ -89,24 +143,57 @@ def operator(
         schema: ``namespace::name(arguments) -> results`` defines the operator and its kernel; ``aten::name.overload``
             alone gives one of torch's own operators a kernel.
         computes: Its results from host tensors; called with the operator's arguments. If the operator writes to arguments,
-            their new values come first, in the order of ``writes``, then those of new results.
+            their new values come first, in the order of ``writes``, then those of new results. Default: for torch's own
+            operators their CPU kernel, for others nothing.
         writes: Names of the arguments it writes to.
+        overwrites: Those of them that it does not read; ``computes`` gets None in their place.
+        checks_devices: Whether host tensors among its arguments are refused before it allocates.
         workspace_bytes: Workspace during the call, from the same arguments.
     """
     namespace, _, rest = schema.partition("::")
     name = rest.partition("(")[0]
 
     def declare(allocate: Callable[..., Any]) -> Operator:
-        parameters = list(inspect.signature(allocate).parameters)
-        positions = tuple(parameters.index(argument) for argument in writes)
-        declared = Operator(f"{namespace}::{name}", allocate, computes, positions, workspace_bytes)
+        parameters = tuple(inspect.signature(allocate).parameters)
+        computation = computes
+        if computation is None and namespace == "aten":
+            computation = _HostKernel(name, tuple(parameters.index(argument) for argument in writes))
+        declared = Operator(
+            f"{namespace}::{name}",
+            parameters,
+            allocate,
+            computation,
+            tuple(writes),
+            tuple(overwrites),
+            checks_devices,
+            workspace_bytes,
+        )
         kernel(namespace, name, rest if "(" in rest else None)(declared.__call__)
         return declared
 
     return declare
 
 
-def take_workspace(runtime: Any, num_bytes: int) -> None:
+class _HostKernel:
+    """One of torch's own operators on host tensors; what it writes to is copied first, and returned before its results."""
+
+    def __init__(self, name: str, writes: tuple[int, ...]) -> None:
+        packet, _, overload = name.partition(".")
+        self._kernel = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        self._writes = writes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._writes:
+            return self._kernel(*args, **kwargs)
+        written = [args[position].clone() for position in self._writes]
+        arguments = list(args)
+        for position, copy in zip(self._writes, written, strict=True):
+            arguments[position] = copy
+        results = tensors_in(self._kernel(*arguments, **kwargs))
+        return [*written, *(tensor for tensor in results if not any(tensor is copy for copy in written))]
+
+
+def take_workspace(runtime: DeviceRuntime, num_bytes: int) -> None:
     """An operator's workspace for the length of one call: from the caching allocator, or from the stream's own.
 
     ``TASK_QUEUE_ENABLE`` 0 and 1 take it from the caching allocator, 2 from the workspace allocator (exact; op-plugin
@@ -121,11 +208,37 @@ def take_workspace(runtime: Any, num_bytes: int) -> None:
         runtime.workspaces.free()
 
 
-def _tensors(results: Any) -> list[torch.Tensor]:
-    if isinstance(results, torch.Tensor):
+def sort_tensors(values: Any, simulated: list[Tensor], hosts: list[Tensor]) -> None:
+    """Append the tensors among ``values``, those in lists included, to one of two lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            (hosts if value.is_cpu else simulated).append(value)
+        elif isinstance(value, (list, tuple)):
+            sort_tensors(value, simulated, hosts)
+
+
+def tensors_in(results: Any) -> list[Tensor]:
+    """The tensors that an operator returned, those in lists included."""
+    if isinstance(results, Tensor):
         return [results]
-    return [tensor for tensor in results or () if isinstance(tensor, torch.Tensor)]
+    if isinstance(results, (list, tuple)):
+        return [tensor for result in results for tensor in tensors_in(result)]
+    return []
 
 
-def _first(results: Any) -> torch.Tensor:
-    return _tensors(results)[0]
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.is_cpu else _DEVICE
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, (list, tuple)):
+        return [_without_tensors(item) for item in value]
+    return value
+
+
+def _with_tensors(value: Any, hosts: Iterator[Tensor]) -> Any:
+    if value is _DEVICE:
+        return next(hosts)
+    if isinstance(value, list):
+        return [_with_tensors(item, hosts) for item in value]
+    return value

@@ -48,9 +48,8 @@ def empty_strided(
     del layout, pin_memory
     dtype = dtype or torch.get_default_dtype()
     size, stride = tuple(size), tuple(stride)
-    storages = platform().storages
-    storage = storages.allocate(runtime_of(device), span_bytes(size, stride, dtype.itemsize))
-    return storages.tensor(storage, dtype, size, stride)
+    num_bytes = span_bytes(size, stride, dtype.itemsize)
+    return platform().storages.new_tensor(runtime_of(device), num_bytes, dtype, size, stride)
 
 
 @kernel("aten", "as_strided")
@@ -154,7 +153,8 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     elif not is_simulated(source):
         values.write(target, source.expand(target.shape))
     elif source.numel():
-        values.update((target,), (source,), lambda host: host.expand(target.shape))
+        shape = target.shape  # not the target itself: a computation that nobody asks for must not keep its memory
+        values.update((target,), (source,), lambda host: host.expand(shape))
     return target
 
 

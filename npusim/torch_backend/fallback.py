@@ -60,21 +60,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         inputs[0].device if inputs else torch.device("npu", runtime_of(_device_argument(op, args, kwargs)).card.index)
     )
 
-    def run(tensors: Any, where: str) -> Any:
-        replacements = iter(tensors)
-        lowered = [
-            next(replacements)
-            if is_simulated(leaf)
-            else torch.device(where)
-            if isinstance(leaf, torch.device)
-            else leaf.to(where)
-            if where == "meta" and isinstance(leaf, torch.Tensor) and leaf.dim()
-            else leaf
-            for leaf in leaves
-        ]
-        lowered_args, lowered_kwargs = pytree.tree_unflatten(lowered, spec)
-        return op(*lowered_args, **lowered_kwargs)
-
+    run = _Call(op, leaves, spec)
     values = platform().values
     if name in SHAPE_FOLLOWS_VALUES:
         results = run([values.read(tensor) for tensor in inputs], "cpu")
@@ -92,6 +78,36 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     if fresh:
         values.compute(fresh, inputs, lambda *hosts: [pytree.tree_leaves(run(hosts, "cpu"))[i] for i in positions])
     return pytree.tree_unflatten(outputs, out_spec)
+
+
+class _Device:
+    """Stands for a device tensor among the leaves of a call: a computation that nobody asks for must not keep its memory."""
+
+
+_DEVICE = _Device()
+
+
+class _Call:
+    """A call whose device tensors are to be replaced by meta or host tensors."""
+
+    def __init__(self, op: Any, leaves: list[Any], spec: Any) -> None:
+        self._op = op
+        self._leaves = [_DEVICE if is_simulated(leaf) else leaf for leaf in leaves]
+        self._spec = spec
+
+    def __call__(self, tensors: Any, where: str) -> Any:
+        replacements = iter(tensors)
+        lowered = [next(replacements) if leaf is _DEVICE else _on(leaf, where) for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(lowered, self._spec)
+        return self._op(*args, **kwargs)
+
+
+def _on(leaf: Any, where: str) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device(where)
+    if where == "meta" and isinstance(leaf, torch.Tensor) and leaf.dim():
+        return leaf.to(where)
+    return leaf
 
 
 def _device_argument(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
@@ -131,12 +147,13 @@ def _in_place(
         if target.shape != metas[position].shape:  # an out= argument that the operator resized
             target.resize_(metas[position].shape)
     read = [tensor for position, tensor in enumerate(inputs) if position not in outs]
+    shapes_and_dtypes = [(tensor.shape, tensor.dtype) for tensor in inputs]
 
     def compute(*hosts: torch.Tensor) -> list[torch.Tensor]:
         sources = iter(hosts)
         copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if position in outs else next(sources)
-            for position, tensor in enumerate(inputs)
+            torch.empty(shape, dtype=dtype, device="cpu") if position in outs else next(sources)
+            for position, (shape, dtype) in enumerate(shapes_and_dtypes)
         ]
         for position in positions:
             if position not in outs:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from npusim.errors import WorldError
-from npusim.torch_backend.shells import CPU_KEYS, Shells
+from npusim.torch_backend.shells import Shells
 
 if TYPE_CHECKING:
     from npusim.torch_backend.runtime import DeviceRuntime
     from npusim.torch_backend.values import Bytes
 
 _construct = torch._C._construct_storage_from_data_pointer
-_set = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
@@ -55,12 +54,24 @@ class StorageTable:
         """A storage of ``num_bytes`` bytes on ``device``, allocated on its current stream."""
         address = device.allocator.malloc(num_bytes, device.current_stream())
         storage: torch.UntypedStorage = _construct(address, device.torch_device, num_bytes)
+        self._record(storage, device, address, num_bytes)
+        return storage
+
+    def new_tensor(
+        self, device: DeviceRuntime, num_bytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A plain ``torch.Tensor`` over a new storage of ``num_bytes`` bytes, which must be what its geometry spans."""
+        address = device.allocator.malloc(num_bytes, device.current_stream())
+        tensor = self._shells.over_memory(device.card.index, address, num_bytes, dtype, size, stride)
+        self._record(tensor.untyped_storage(), device, address, num_bytes)
+        return tensor
+
+    def _record(self, storage: torch.UntypedStorage, device: DeviceRuntime, address: int, num_bytes: int) -> None:
         record = StorageRecord(storage, self._on_death)
         key = storage._cdata
         record.key, record.device, record.address, record.num_bytes = key, device, address, num_bytes
         record.value = None
         self._records[key] = record
-        return storage
 
     def tensor(
         self,
@@ -71,9 +82,7 @@ class StorageTable:
         offset: int = 0,
     ) -> torch.Tensor:
         """A plain ``torch.Tensor`` over a storage."""
-        shell = self._shells.shell(storage.device.index, dtype)
-        result: torch.Tensor = _set.redispatch(CPU_KEYS, shell, storage, offset, size, stride)
-        return result
+        return self._shells.over_storage(storage, dtype, size, stride, offset)
 
     def of(self, tensor: torch.Tensor) -> StorageRecord:
         """The record behind a tensor on a simulated device."""
@@ -98,8 +107,11 @@ class StorageTable:
 
 def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor of this size, in elements."""
-    stride = [1] * len(size)
-    for dim in range(len(size) - 2, -1, -1):
+    num_dims = len(size)
+    if num_dims == 2:  # worth a line of its own: nearly every activation
+        return (size[1] or 1, 1)
+    stride = [1] * num_dims
+    for dim in range(num_dims - 2, -1, -1):
         stride[dim] = stride[dim + 1] * (size[dim + 1] or 1)
     return tuple(stride)
 

@@ -18,8 +18,7 @@ def new_on(runtime: DeviceRuntime, size: Sequence[int], dtype: torch.dtype) -> t
     num_bytes = dtype.itemsize
     for extent in size:
         num_bytes *= extent
-    storages = platform().storages
-    return storages.tensor(storages.allocate(runtime, num_bytes), dtype, size, contiguous_stride(size))
+    return platform().storages.new_tensor(runtime, num_bytes, dtype, size, contiguous_stride(size))
 
 
 def new_like(tensor: torch.Tensor, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,0 +1,56 @@
+"""What torch_npu says when it refuses a call: the texts of its checks, without the time and process that it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+INVALID_PARAMETER = "ERR01001 OPS invalid parameter"
+INVALID_TYPE = "ERR01002 OPS invalid type"
+INVALID_VALUE = "ERR01003 OPS invalid value"
+NOT_SUPPORTED = "ERR01007 OPS feature not supported"
+
+
+def refusal(text: str, code: str = INVALID_PARAMETER) -> RuntimeError:
+    """The error that an operator of torch_npu raises when a check fails."""
+    return RuntimeError(f"{text}\n[ERROR] {code}")
+
+
+def wrong_device(hosts: Sequence[Tensor]) -> None:
+    """The check of operators whose wrapper has none: numbers on the host are taken, other host tensors are not.
+
+    Raises:
+        RuntimeError: In torch_npu's words.
+    """
+    if any(tensor.dim() for tensor in hosts):
+        raise refusal(
+            "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor device "
+            "is correct.",
+            INVALID_TYPE,
+        )
+
+
+def devices_differ(operator: str, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The check that torch generates into an operator's wrapper: all its tensors are on the device of the first one.
+
+    Raises:
+        RuntimeError: In torch's words.
+    """
+    namespace, _, name = operator.partition("::")
+    name, _, overload = name.partition(".")
+    common = None
+    for position, parameter in enumerate(parameters):
+        value = args[position] if position < len(args) else kwargs.get(parameter)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, Tensor):
+                continue
+            common = common or tensor.device
+            if tensor.device != common:
+                suffix = f"{name}_out" if overload.endswith("out") else name
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but got {parameter} is on {tensor.device}, different from "
+                    f"other tensors on {common} (when checking argument in method "
+                    f"wrapper_{'NPU_' if namespace == 'aten' else ''}{overload}_{suffix})"
+                )

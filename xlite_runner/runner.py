@@ -206,9 +206,9 @@ class NPUModelRunner:
         with torch.inference_mode():
             self.kv_caches = allocate_kv_caches(kv_cache_config, self.dtype, self.device)
 
-    def capture_model(self) -> int:
-        """Capture all graphs; returns the device memory that took, in bytes."""
-        return self.graphs.capture_model()
+    def drop_kv_cache(self) -> None:
+        """Let go of the KV cache."""
+        self.kv_caches.clear()
 
 
 class XliteModelRunner(NPUModelRunner):

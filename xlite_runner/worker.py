@@ -130,6 +130,8 @@ class NPUWorker:
             self.model_runner.profile_run()
             # Read before graphs are captured, whose pools would raise it.
             profile_torch_peak = torch.npu.memory_stats(self.device).get("allocated_bytes.all.peak", 0)
+            if self._estimates_graphs:
+                self.memory.graph_estimate = self.model_runner.graphs.profile_cudagraph_memory()
         non_kv = NonKVMemory(
             weights=result.weights_memory,
             peak_activation=profile_torch_peak - result.before_profile.torch_peak,
@@ -144,9 +146,17 @@ class NPUWorker:
                 "allocation or isolate vLLM in its own container."
             )
         self.memory.non_kv = non_kv
-        self.memory.available_kv_cache = available_kv_cache_memory(self.memory.requested, non_kv)
+        self.memory.available_kv_cache = available_kv_cache_memory(
+            self.memory.requested, non_kv, self.memory.graph_estimate
+        )
         logger.info("%s", available_kv_cache_message(self.memory.available_kv_cache))
         return int(self.memory.available_kv_cache)
+
+    @property
+    def _estimates_graphs(self) -> bool:
+        """Whether memory is set aside for graphs: vllm-ascend 0.22.1 did so by default, 0.23.0 does not any more."""
+        wanted = self.config.environment.get("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS") == "1"
+        return wanted and self.config.compilation.cudagraph_mode is not CUDAGraphMode.NONE
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV cache."""
@@ -157,7 +167,7 @@ class NPUWorker:
     def compile_or_warm_up_model(self) -> None:
         """Capture graphs, and say where the memory went."""
         if self.config.compilation.cudagraph_mode is not CUDAGraphMode.NONE:
-            self.memory.graph = self.model_runner.capture_model()
+            self.memory.graph = self.model_runner.graphs.capture_model()
         memory = self.memory
         if memory.non_kv is not None:
             logger.info(

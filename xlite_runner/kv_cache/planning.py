@@ -126,6 +126,15 @@ def get_kv_cache_configs(
     return configs
 
 
+def plan_kv_cache(specs: Mapping[str, KVCacheSpec], num_blocks: int) -> KVCacheConfig:
+    """The plan of a worker for a given number of blocks, unchecked.
+
+    Raises:
+        NotImplementedError: The layers differ in what they need.
+    """
+    return _plan(_single_group(specs), num_blocks)
+
+
 def _single_group(specs: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
     first = next(iter(specs.values()))
     if any(spec != first for spec in specs.values()):

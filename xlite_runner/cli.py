@@ -21,6 +21,7 @@ from xlite_runner.flags import build_parser, overrides_from_flags
 from xlite_runner.report import print_report, to_json
 from xlite_runner.result import LedgerRow, ProfileResult
 from xlite_runner.scenario import Scenario, load_scenario
+from xlite_runner.stages import STAGES
 
 if TYPE_CHECKING:
     from npusim.world import SimWorld
@@ -64,10 +65,10 @@ def start(scenario: Scenario, config: RunnerConfig, policy: ProfilePolicy, advan
     """
     import torch.distributed as dist
 
-    from xlite_runner.engine import EngineCore
-
     world = build_world(scenario, config, policy)
     with world, _captured_log() as lines:
+        from xlite_runner.engine import EngineCore  # imports torch_npu, which only now is the double
+
         engine = EngineCore(
             config, policy, world.run_ranks, dist.HashStore(), lambda stage: advance(policy.value, stage) if advance else None
         )
@@ -168,8 +169,6 @@ def _progress(console: Console, num_starts: int, *, shown: bool) -> Iterator[Any
         with nullcontext():
             yield lambda policy, stage: None
         return
-    from xlite_runner.engine import STAGES
-
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=num_starts * len(STAGES))

@@ -16,16 +16,6 @@ from xlite_runner.worker import NPUWorker, XliteWorker
 
 T = TypeVar("T")
 
-STAGES = (
-    "init_device",
-    "load_model",
-    "determine_available_memory",
-    "initialize_from_config",
-    "compile_or_warm_up_model",
-)
-"""The stages of a start-up, as :class:`EngineCore` announces them."""
-
-
 class RunRanks(Protocol):
     """Runs one function per rank, at the same time or in turns, and returns their results by rank."""
 
@@ -42,7 +32,7 @@ class EngineCore:
         policy: What the profile run executes in xlite full mode.
         run_ranks: How the workers run: in turns in this process, or one alone.
         store: Where they find each other.
-        on_stage: Told of each stage of :data:`STAGES` before it starts.
+        on_stage: Told of each of the :data:`xlite_runner.stages.STAGES` before it starts.
     """
 
     def __init__(

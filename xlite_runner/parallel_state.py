@@ -103,7 +103,7 @@ class GroupCoordinator:
         dim %= tensor.dim()
         size = tensor.size()
         gathered = torch.empty((self.world_size * size[0], *size[1:]), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather_into_tensor(gathered, tensor, group=self.device_group)
+        dist.all_gather_single(gathered, tensor, group=self.device_group)
         gathered = gathered.reshape(self.world_size, *size).movedim(0, dim)
         return gathered.reshape(*size[:dim], self.world_size * size[dim], *size[dim + 1 :])
 
@@ -114,7 +114,7 @@ class GroupCoordinator:
         tensor = tensor.contiguous()
         size = (tensor.size(0) // self.world_size, *tensor.size()[1:])
         scattered = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-        dist.reduce_scatter_tensor(scattered, tensor, group=self.device_group)
+        dist.reduce_scatter_single(scattered, tensor, group=self.device_group)
         return scattered
 
     def hccl_comm_name(self) -> str:

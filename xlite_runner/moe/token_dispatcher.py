@@ -310,7 +310,7 @@ class TokenDispatcherWithAll2AllV(MoETokenDispatcher[MoEAllToAllCombineMetadata]
         gathered = torch.empty(
             self.group.world_size * self.num_experts, dtype=local_counts.dtype, device=local_counts.device
         )
-        dist.all_gather_into_tensor(gathered, local_counts, group=self.group.device_group)
+        dist.all_gather_single(gathered, local_counts, group=self.group.device_group)
         return gathered
 
     def _all_to_all(self, rows: torch.Tensor, output_splits: list[int], input_splits: list[int]) -> torch.Tensor:

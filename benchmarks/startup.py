@@ -21,7 +21,7 @@ LAYERS = (12, 48, 96)
 
 def seconds_per_policy(scenario_path: Path, overrides: dict[str, object]) -> float:
     """Seconds of one comparison, imports excluded."""
-    from xlite_runner.cli import start
+    from xlite_runner.simulation import start
     from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
     from xlite_runner.scenario import load_scenario
 

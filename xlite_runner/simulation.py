@@ -1,0 +1,132 @@
+"""Starts the runner on a simulated world of a scenario's making: the composition root behind the command line.
+
+This and :mod:`xlite_runner.cli` are the only modules of xlite_runner that know npusim.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from xlite_runner.config import ProfilePolicy, RunnerConfig
+from xlite_runner.result import LedgerRow, ProfileResult
+from xlite_runner.scenario import Scenario
+
+if TYPE_CHECKING:
+    from npusim.device.profile import DeviceProfile
+    from npusim.world import SimWorld
+
+
+def start(
+    scenario: Scenario,
+    config: RunnerConfig,
+    policy: ProfilePolicy,
+    *,
+    profile: DeviceProfile | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> ProfileResult:
+    """Start the runner once and return what it measured.
+
+    Args:
+        scenario: Device, memory and other processes.
+        config: The engine's configuration.
+        policy: What the profile run executes in xlite full mode.
+        profile: The devices' profile, if not the one that the scenario names.
+        on_stage: Called with the name of each stage as it begins.
+
+    Raises:
+        ProfileError: The scenario's device profile does not exist.
+        WorldError: The scenario's memory figures contradict each other.
+        ValueError, AssertionError, torch.OutOfMemoryError: What the engine's start raises.
+    """
+    import torch.distributed as dist
+
+    world = build_world(scenario, config, policy, profile)
+    with world, captured_log() as lines:
+        from xlite_runner.engine import EngineCore  # imports torch_npu, which only now is the double
+
+        with _imports_out_of_the_collectors_way():
+            engine = EngineCore(config, policy, world.run_ranks, dist.HashStore(), on_stage)
+            engine.start()
+        return engine.result(lines, ledgers(world), world.event_log.digest)
+
+
+def build_world(
+    scenario: Scenario, config: RunnerConfig, policy: ProfilePolicy, profile: DeviceProfile | None = None
+) -> SimWorld:
+    """The simulated devices that a scenario describes, one per rank."""
+    from npusim.device.profile import load_profile
+    from npusim.world import SimWorld
+
+    ranks = range(scenario.num_ranks)
+    return SimWorld(
+        load_profile(scenario.device_profile) if profile is None else profile,
+        num_devices=scenario.num_ranks,
+        seed=config.seed,
+        environment=config.environment,
+        total_bytes=[scenario.total_memory_of(rank) for rank in ranks],
+        free_bytes=[scenario.free_memory_of(rank, policy) for rank in ranks],
+        other_processes=[
+            {process.name: process.memory_bytes for process in scenario.other_processes_of(rank)} for rank in ranks
+        ],
+    )
+
+
+def ledgers(world: SimWorld) -> list[list[LedgerRow]]:
+    """Who owns each device's memory."""
+    return [
+        [
+            LedgerRow(
+                owner=entry.owner.value,
+                label=entry.label,
+                num_bytes=entry.num_bytes,
+                grade=entry.grade.value,
+                source=entry.source,
+            )
+            for entry in card.ledger.entries()
+        ]
+        for card in world.cards
+    ]
+
+
+@contextmanager
+def captured_log() -> Iterator[list[str]]:
+    """Collects what the engine and rank 0 log, as upstream's console shows it."""
+    lines: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if threading.current_thread().name in ("MainThread", "rank0"):
+                lines.append(record.getMessage())
+
+    with handling(Collector(logging.INFO)):
+        yield lines
+
+
+@contextmanager
+def handling(handler: logging.Handler) -> Iterator[None]:
+    """Shows xlite_runner's log to a handler, too."""
+    logger = logging.getLogger("xlite_runner")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextmanager
+def _imports_out_of_the_collectors_way() -> Iterator[None]:
+    """The start-up collects garbage at a dozen points, each time through everything that torch's import left."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

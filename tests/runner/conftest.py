@@ -1,0 +1,34 @@
+"""Start-ups that several tests look at run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
+from xlite_runner.result import ProfileResult
+from xlite_runner.scenario import load_scenario
+
+
+Start = Callable[..., ProfileResult]
+
+
+@pytest.fixture(scope="session")
+def start_scenario() -> Start:
+    """``start_scenario(path, policy, **overrides)``: the result of a start-up on the simulated device."""
+    from xlite_runner.simulation import start
+
+    results: dict[str, ProfileResult] = {}
+
+    def start_once(path: Path, policy: str, *, profile: Any = None, **overrides: Any) -> ProfileResult:
+        key = repr((path, policy, profile, sorted(overrides.items())))
+        if key not in results:
+            scenario = load_scenario(path, overrides)
+            config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
+            results[key] = start(scenario, config, ProfilePolicy(policy), profile=profile)
+        return results[key]
+
+    return start_once

@@ -1,0 +1,172 @@
+"""Whole start-ups on the simulated device, against what was published and what the references derive from it.
+
+The published pair is the log of vllm-ascend PR #11380: Qwen3-30B-A3B, TP2 EP2 on two dies of an A3, before and after the fix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from npusim.device.profile import load_profile
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SEED = EXAMPLES / "qwen3-30b-a3b-tp2-ep2.toml"
+DECODE_ONLY = EXAMPLES / "qwen3-30b-a3b-decode-only.toml"
+MIB = 1 << 20
+POOL_BYTES_519_MB = 519 * MIB
+
+pytestmark = pytest.mark.sim_only("these are particular cards with particular memory")
+
+
+def owned(result, owner, label="", rank=0):
+    return sum(row.num_bytes for row in result.ranks[rank].ledger if row.owner == owner and label in row.label)
+
+
+PUBLISHED = {
+    "runnable": (
+        "xlite runtime pool size: 519 MB",
+        "Available KV cache memory: 25.53 GiB",
+        "GPU KV cache size: 557,696 tokens",
+        "Maximum concurrency for 40,960 tokens per request: 13.62x",
+        "Free memory on device (60.89/61.27 GiB) on startup.",
+        "Desired GPU memory utilization is (0.95, 58.21 GiB).",
+        "28.48 GiB for weights",
+        "3.56 GiB for non-torch memory",
+        "0.0 GiB for NPU graph memory",
+        "`--kv-cache-memory=27260496384` (25.39 GiB) to fit into requested memory",
+        "`--kv-cache-memory=30142716416` (28.07 GiB) to fully utilize NPU free memory",
+        "Current KV cache memory: 25.53 GiB.",
+    ),
+    "skip": (
+        "xlite runtime pool size: 519 MB",
+        "Available KV cache memory: 28.67 GiB",
+        "GPU KV cache size: 626,176 tokens",
+        "Maximum concurrency for 40,960 tokens per request: 15.29x",
+        "Free memory on device (60.89/61.27 GiB) on startup.",
+        "Desired GPU memory utilization is (0.95, 58.21 GiB).",
+        "28.48 GiB for weights",
+        "0.05 GiB for peak activation",
+        "1.02 GiB for non-torch memory",
+        "0.0 GiB for NPU graph memory",
+        "`--kv-cache-memory=30625051136` (28.52 GiB) to fit into requested memory",
+        "`--kv-cache-memory=33509896704` (31.21 GiB) to fully utilize NPU free memory",
+        "Current KV cache memory: 28.67 GiB.",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"), [(policy, text) for policy, texts in PUBLISHED.items() for text in texts]
+)
+def test_published_log(start_scenario, policy, text):
+    """Every figure that the two published logs print, in their wording; peak activation before the fix see below."""
+    assert any(text in line for line in start_scenario(SEED, policy).log_lines)
+
+
+def test_peak_activation_before_the_fix(start_scenario):
+    """The log prints 0.64 GiB; how far expert routing is out of balance is the device's random stream's to say.
+
+    Without imbalance the peak is 644.4 MiB, and each row that a rank gets more costs three rows of 4 KiB. The reference
+    bounds the rest by 6 MiB.
+    """
+    result = start_scenario(SEED, "runnable")
+    assert abs(result.limiting_rank.peak_activation_bytes - 0.635 * (1 << 30)) < 6 * MIB
+
+
+def test_peak_activation_after_the_fix_is_the_dummy_sampler_run(start_scenario):
+    """64 rows of hidden states, this rank's logits, the gathered logits and their copy: 46.6 MiB."""
+    logits_bytes = 64 * 151936 * 2
+    expected = 64 * 2048 * 2 + logits_bytes // 2 + 2 * logits_bytes
+    for rank in start_scenario(SEED, "skip").ranks:
+        assert 0 <= rank.peak_activation_bytes - expected < 4096
+
+
+def test_same_model_on_a2_has_no_expert_exchange(start_scenario):
+    """Scenario 2: all-gather instead of all-to-all, so the peak is 0.725 GiB and neither ep nor mc2 takes buffers."""
+    a2 = {"total_memory_bytes": 65452113920, "free_memory_bytes": None, "device_profile": "a2-64g"}
+    before, after = (start_scenario(SEED, policy, **a2) for policy in ("runnable", "skip"))
+    assert before.ranks[0].peak_activation_bytes / (1 << 30) == pytest.approx(0.7253, abs=0.0005)
+    for result in (before, after):
+        assert {row.label.partition(":")[0] for row in result.ranks[0].ledger if "buffers" in row.label} == {"tp"}
+    assert before.ranks[0].non_torch_bytes == after.ranks[0].non_torch_bytes
+
+
+@pytest.mark.parametrize("megabytes", [200, 512])
+def test_hccl_buffsize_counts_only_where_mc2_runs(start_scenario, megabytes):
+    """Scenario 3: non-torch memory before the fix follows HCCL_BUFFSIZE twice, after it not at all."""
+    smaller = {"environment": {"HCCL_BUFFSIZE": megabytes}}
+    assert (
+        start_scenario(SEED, "runnable").ranks[0].non_torch_bytes
+        - start_scenario(SEED, "runnable", **smaller).ranks[0].non_torch_bytes
+        == 2 * (1024 - megabytes) * MIB
+    )
+    assert (
+        start_scenario(SEED, "skip").ranks[0].non_torch_bytes
+        == start_scenario(SEED, "skip", **smaller).ranks[0].non_torch_bytes
+    )
+
+
+def test_decode_only_profiles_the_model_under_either_policy(start_scenario):
+    """Scenario 4: the fix changes nothing, the pool is 99 MB, and the cache gets as little as before the fix."""
+    before, after = (start_scenario(DECODE_ONLY, policy) for policy in ("runnable", "skip"))
+    full = start_scenario(SEED, "runnable")
+    for result in (before, after):
+        assert "xlite runtime pool size: 99 MB" in result.log_lines
+        assert result.ranks[0].peak_activation_bytes == full.ranks[0].peak_activation_bytes
+        assert owned(result, "xlite pool") == 100 * MIB  # whole pages of 2 MiB
+    assert before.ranks[0].available_kv_cache_bytes == after.ranks[0].available_kv_cache_bytes
+    assert full.ranks[0].available_kv_cache_bytes < before.ranks[0].available_kv_cache_bytes
+    assert (
+        before.ranks[0].available_kv_cache_bytes
+        < start_scenario(SEED, "skip").ranks[0].available_kv_cache_bytes
+    )
+
+
+def test_poorest_rank_decides(start_scenario):
+    """Scenario 9: less free memory on one rank, at equal requests, still means the same number of blocks for both."""
+    poor = {"other_processes": [{"name": "neighbour", "memory_bytes": 2 * MIB, "rank": 1}]}
+    total = {"total_memory_bytes": [65787658240, 65787658240 - 1024 * MIB], "free_memory_bytes": None}
+    result = start_scenario(SEED, "skip", **total, **poor)
+    rich, limiting = result.ranks
+    assert result.limiting_rank is limiting
+    assert rich.available_kv_cache_bytes - limiting.available_kv_cache_bytes == pytest.approx(0.95 * 1024 * MIB, abs=2)
+    assert result.num_gpu_blocks == limiting.available_kv_cache_bytes // (48 * 2 * 128 * 2 * 128 * 2)
+
+
+def test_neighbour_that_was_there_before_costs_nothing_more(start_scenario):
+    """Scenario 8: only what is taken after the first snapshot counts."""
+    alone = start_scenario(SEED, "skip", free_memory_bytes=None)
+    shared = start_scenario(
+        SEED, "skip", free_memory_bytes=None, other_processes=[{"name": "first instance", "memory_bytes": 2048 * MIB}]
+    )
+    assert shared.ranks[0].free_memory_at_start_bytes == alone.ranks[0].free_memory_at_start_bytes - 2048 * MIB
+    assert shared.ranks[0].available_kv_cache_bytes == alone.ranks[0].available_kv_cache_bytes
+
+
+def test_ledger_is_all_of_the_used_memory(start_scenario):
+    for policy in ("runnable", "skip"):
+        for rank in start_scenario(SEED, policy).ranks:
+            held = sum(row.num_bytes for row in rank.ledger)
+            assert rank.free_memory_at_start_bytes < rank.total_memory_bytes
+            assert held <= rank.total_memory_bytes
+            assert {row.grade for row in rank.ledger} <= {"exact", "calibrated", "assumed"}
+            assert rank.kv_cache_bytes <= held
+
+
+def test_prediction_of_the_old_run_from_the_new_one(start_scenario):
+    """Calibrated on the log after the fix alone, the tokens of the run before it come out within 1 %."""
+    profile = load_profile("a3-64g")
+    blind = replace(profile, communicator_control_bytes=profile.hccl_runtime_bytes)
+    assert start_scenario(SEED, "skip", profile=blind).num_kv_cache_tokens == 626_176
+    assert start_scenario(SEED, "runnable", profile=blind).num_kv_cache_tokens == pytest.approx(557_696, rel=0.01)
+
+
+def test_prediction_without_either_log(start_scenario):
+    """With what communicators cost on another card (a public 910B log) instead, both come out within 1 %."""
+    other = load_profile("a2-64g").hccl_runtime_bytes
+    blind = replace(load_profile("a3-64g"), hccl_runtime_bytes=other, communicator_control_bytes=other)
+    assert start_scenario(SEED, "skip", profile=blind).num_kv_cache_tokens == pytest.approx(626_176, rel=0.01)
+    assert start_scenario(SEED, "runnable", profile=blind).num_kv_cache_tokens == pytest.approx(557_696, rel=0.01)

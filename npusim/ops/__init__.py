@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-FAMILIES = ("matmul",)
+FAMILIES = ("elementwise", "matmul", "norm")
 
 
 def declare_all() -> None:

@@ -1,0 +1,153 @@
+"""Element-wise operators. Each is one kernel that takes strided and broadcast operands as they are; results are contiguous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npusim.ops.operator import operator
+from npusim.ops.shapes import Number, broadcast, floating, operands
+from npusim.torch_backend.tensors import new_like
+
+SAME_TYPE = (
+    "abs bitwise_not ceil clamp clamp.Tensor clamp_max clamp_min elu floor gelu hardtanh leaky_relu nan_to_num neg relu round "
+    "sgn sign silu softplus square trunc"
+)
+FLOATING = "acos asin atan cos cosh erf exp expm1 log log10 log1p log2 reciprocal rsqrt sigmoid sin sinh sqrt tan tanh"
+BOOLEAN = "isfinite isnan isneginf isposinf logical_not"
+ARITHMETIC = "add.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor floor_divide fmod.Tensor maximum minimum " \
+    "mul.Tensor pow.Tensor_Tensor remainder.Tensor rsub.Tensor sub.Tensor"
+WITH_SCALAR = "add.Scalar bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar floor_divide.Scalar fmod.Scalar mul.Scalar " \
+    "pow.Tensor_Scalar remainder.Scalar rsub.Scalar sub.Scalar"
+COMPARISONS = "eq ge gt le lt ne"
+LOGICAL = "logical_and logical_or logical_xor"
+IN_PLACE = (
+    "abs_ add_.Scalar add_.Tensor bitwise_and_.Tensor bitwise_not_ bitwise_or_.Tensor ceil_ clamp_ clamp_max_ clamp_min_ cos_ "
+    "div_.Tensor exp_ floor_ floor_divide_.Tensor gelu_ log_ logical_not_ mul_.Scalar mul_.Tensor neg_ pow_.Scalar reciprocal_ "
+    "relu_ remainder_.Tensor round_ rsqrt_ sigmoid_ silu_ sin_ sqrt_ square_ sub_.Scalar sub_.Tensor tanh_"
+)
+
+
+def _same_type(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return new_like(self)
+
+
+def _floating(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return new_like(self, dtype=floating(self.dtype))
+
+
+def _boolean(self: Tensor) -> Tensor:
+    return new_like(self, dtype=torch.bool)
+
+
+def _arithmetic(self: Tensor, other: Tensor | Number, **kwargs: Any) -> Tensor:
+    return new_like(*operands(self, other))
+
+
+def _comparison(self: Tensor, other: Tensor | Number) -> Tensor:
+    device, size, _ = operands(self, other)
+    return new_like(device, size, torch.bool)
+
+
+def _in_place(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args and isinstance(args[0], Tensor):
+        _fits(self, args[0])
+    return self
+
+
+def _fits(self: Tensor, other: Tensor) -> None:
+    _, size, dtype = operands(self, other)
+    if size != self.shape:
+        raise RuntimeError(
+            f"output with shape {list(self.shape)} doesn't match the broadcast shape {list(size)}"
+        )
+    if not torch.can_cast(dtype, self.dtype):
+        raise RuntimeError(
+            f"result type {_type_name(dtype)} can't be cast to the desired output type {_type_name(self.dtype)}"
+        )
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return torch.empty(0, dtype=dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")
+
+
+def _declare() -> None:
+    for names, allocate in (
+        (SAME_TYPE, _same_type),
+        (FLOATING, _floating),
+        (BOOLEAN, _boolean),
+        (ARITHMETIC, _arithmetic),
+        (WITH_SCALAR, _arithmetic),
+        (LOGICAL, _comparison),
+        (" ".join(f"{name}.Tensor {name}.Scalar" for name in COMPARISONS.split()), _comparison),
+    ):
+        for name in names.split():
+            operator(f"aten::{name}", checks_devices=False)(allocate)
+    for name in IN_PLACE.split():
+        operator(f"aten::{name}", writes=["self"], checks_devices=False)(_in_place)
+
+
+_declare()
+
+
+@operator("aten::div.Tensor", checks_devices=False)
+def div(self: Tensor, other: Tensor) -> Tensor:
+    """True division; of integers in float32."""
+    device, size, dtype = operands(self, other)
+    return new_like(device, size, floating(dtype))
+
+
+@operator("aten::div.Tensor_mode", checks_devices=False)
+def div_mode(self: Tensor, other: Tensor, *, rounding_mode: str | None) -> Tensor:
+    """Division rounded as asked."""
+    device, size, dtype = operands(self, other)
+    return new_like(device, size, floating(dtype) if rounding_mode is None else dtype)
+
+
+@operator("aten::pow.Scalar", checks_devices=False)
+def pow_scalar(self: Number, exponent: Tensor) -> Tensor:
+    """A number to the power of each element."""
+    return new_like(*operands(exponent, self))
+
+
+@operator("aten::isinf", checks_devices=False)
+def isinf(self: Tensor) -> Tensor:
+    """Compares the absolute value, which is made first."""
+    absolute = new_like(self)
+    return new_like(absolute, dtype=torch.bool)
+
+
+@operator("aten::addcmul", checks_devices=False)
+def addcmul(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Number = 1) -> Tensor:
+    """``self + value * tensor1 * tensor2``."""
+    _, size, dtype = operands(tensor1, tensor2)
+    return new_like(self, broadcast(self.shape, size), torch.promote_types(self.dtype, dtype))
+
+
+@operator("aten::lerp.Scalar", checks_devices=False)
+def lerp(self: Tensor, end: Tensor, weight: Number) -> Tensor:
+    """``self + weight * (end - self)``."""
+    return new_like(*operands(self, end))
+
+
+@operator("aten::where.self", checks_devices=False)
+def where(condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
+    """Elements of one or the other."""
+    device, size, dtype = operands(self, other)
+    size = broadcast(condition.shape, size)
+    return new_like(condition if device.is_cpu else device, size, dtype)
+
+
+@operator("aten::masked_fill.Scalar", checks_devices=False)
+def masked_fill(self: Tensor, mask: Tensor, value: Number) -> Tensor:
+    """A copy with some elements replaced."""
+    return new_like(self, broadcast(self.shape, mask.shape))
+
+
+@operator("aten::masked_fill_.Scalar", writes=["self"], checks_devices=False)
+def masked_fill_(self: Tensor, mask: Tensor, value: Number) -> Tensor:
+    """Replaces some elements."""
+    broadcast(self.shape, mask.shape)
+    return self

@@ -1,0 +1,246 @@
+"""Replays recorded operator calls of the real torch_npu on a simulated device and says what differs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import npusim
+from npusim.errors import UncomputedValueError, UnmodelledCallError
+from npusim.torch_backend.storage import StorageTable, contiguous_stride
+
+DATA = Path(__file__).parents[1] / "data" / "operators"
+Record = dict[str, Any]
+PLAIN_FORMATS = (0, 2, 30)
+READS_VALUES = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::bincount",
+        "aten::equal",
+        "aten::item",
+        "aten::one_hot",
+        "aten::repeat_interleave.Tensor",
+        "aten::repeat_interleave.self_Tensor",
+        "npu::npu_grouped_matmul",
+        "npu::npu_grouped_matmul.List",
+    }
+)
+"""Operators whose results depend on numbers; the recorder's memory held zeros."""
+
+
+def families() -> list[str]:
+    return sorted(path.name.removesuffix(".jsonl.gz") for path in DATA.glob("*.jsonl.gz"))
+
+
+@cache
+def load(family: str) -> tuple[Record, tuple[Record, ...]]:
+    """Header and records of a family, variants included."""
+    with gzip.open(DATA / f"{family}.jsonl.gz", "rt", encoding="utf-8") as file:
+        header, *records = (json.loads(line) for line in file)
+    return header, tuple(records)
+
+
+def records(family: str, variant: str | None = None) -> Iterator[Record]:
+    """The records of the main run, or of a variant where it differs (merged with the main run's)."""
+    _, all_records = load(family)
+    main = {record["n"]: record for record in all_records if "variant" not in record}
+    if variant is None:
+        yield from main.values()
+        return
+    for record in all_records:
+        if record.get("variant") == variant:
+            merged = {**main[record["n"]], **record}
+            for key in ("out", "error"):
+                if record.get(key, "") is None:
+                    del merged[key]
+            yield merged
+
+
+class _Recorder:
+    """Notes what the caching allocator is asked for."""
+
+    def __init__(self, allocator: Any) -> None:
+        self._allocator = allocator
+        self._sizes: dict[int, int] = {}
+        self.events: list[list[Any]] = []
+        malloc, free = allocator.malloc, allocator.free
+
+        def recording_malloc(num_bytes: int, stream: int) -> int:
+            address = malloc(num_bytes, stream)
+            if num_bytes:
+                self._sizes[address] = num_bytes
+                self.events.append(["a", num_bytes])
+            return address
+
+        def recording_free(address: int) -> None:
+            if address in self._sizes:
+                self.events.append(["f", self._sizes.pop(address)])
+            free(address)
+
+        allocator.malloc, allocator.free = recording_malloc, recording_free
+
+
+class Replayer:
+    """One simulated device to replay on; use it inside its world.
+
+    Args:
+        profile: The device.
+    """
+
+    def __init__(self, profile: str = "a2-64g") -> None:
+        self.world = npusim.SimWorld(profile, environment={"TASK_QUEUE_ENABLE": "0"})
+        self._runtime = self.world.runtimes[0]
+        self._allocator = self._runtime.allocator
+        self._recorder = _Recorder(self._allocator)
+
+    def differences(self, record: Record) -> list[str]:
+        """What the simulated device did otherwise than the record says; empty if nothing.
+
+        Raises:
+            UnmodelledCallError: The double refuses the call as not modelled.
+        """
+        allocator, recorder = self._allocator, self._recorder
+        if any(_has_internal_format(value) for value in (record.get("args"), record.get("kw"), record.get("out"))):
+            raise UnmodelledCallError("internal formats")
+        if "died" in record or "missing" in record or "input_error" in record:
+            raise UnmodelledCallError("the recorder's own process failed")
+        allocator.empty_cache()
+        args = self._made(record["args"], record["op"])
+        kwargs = {name: self._made(value, record["op"]) for name, value in record["kw"].items()}
+        inputs = dict(_tensors(args, "")) | {path: t for name, value in kwargs.items() for path, t in _tensors(value, name)}
+        allocator.empty_cache()
+        allocator.reset_peak_memory_stats()
+        recorder.events = []
+        before = allocator.memory_allocated
+        error = result = None
+        try:
+            result = resolve(record["op"], args, kwargs)(*args, **kwargs)
+        except UnmodelledCallError:
+            raise
+        except UncomputedValueError as unknown:
+            raise UnmodelledCallError("needs values") from unknown
+        except Exception as refused:  # noqa: BLE001 - compared with the recorded refusal
+            refused.__traceback__ = None
+            error = f"{type(refused).__name__}: {refused}"
+        if "error" in record:
+            if error is None:
+                return ["not refused"]
+            return [] if error == record["error"] else [f"refused with {error!r}"]
+        if error is not None:
+            return [f"refused: {error}"]
+        found = []
+        events = [event for event in record["events"] if event[0] in "af"]
+        if recorder.events != events:
+            found.append(f"allocations {recorder.events}, recorded {events}")
+        allocated = [before, allocator.max_memory_allocated, allocator.memory_allocated]
+        if "variant" not in record and allocated != record["mem"]["allocated"][:3]:
+            found.append(f"allocated {allocated}, recorded {record['mem']['allocated'][:3]}")
+        found += _result_differences(result, record["out"], inputs, "")
+        return found
+
+    def _made(self, value: Any, operator: str) -> Any:
+        if isinstance(value, dict):
+            if "t" in value:
+                return self._tensor(value, operator)
+            if "repeat" in value:
+                return [value["repeat"][0]] * value["repeat"][1]
+            first, last, step = value["range"]
+            return list(range(first, last + (1 if step > 0 else -1), step))
+        if isinstance(value, list):
+            return [self._made(item, operator) for item in value]
+        if isinstance(value, str):
+            return _scalar(value)
+        return value
+
+    def _tensor(self, recorded: Record, operator: str) -> torch.Tensor:
+        size = tuple(recorded["t"])
+        dtype = getattr(torch, recorded["d"])
+        stride = tuple(recorded.get("s") or contiguous_stride(size))
+        offset = recorded.get("o", 0)
+        if recorded.get("dev", "npu") == "cpu":
+            storage = torch.zeros(recorded["b"] // dtype.itemsize, dtype=dtype)
+            return torch.as_strided(storage, size, stride, offset)
+        storages: StorageTable = self.world.storages
+        storage = storages.allocate(self._runtime, recorded["b"])
+        tensor = storages.tensor(storage, dtype, size, stride, offset)
+        return tensor.zero_() if operator in READS_VALUES else tensor
+
+
+def resolve(operator: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The callable that the recorder called."""
+    namespace, _, name = operator.partition("::")
+    name, _, overload = name.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+        return getattr(packet, overload or "default")
+    except AttributeError:
+        raise UnmodelledCallError(operator) from None
+
+
+def _scalar(text: str) -> Any:
+    if text.startswith("torch.") and text.removeprefix("torch.").replace("_", "").isalnum():
+        return getattr(torch, text.removeprefix("torch."))
+    if text in ("inf", "-inf", "nan"):
+        return float(text)
+    device = re.fullmatch(r"device\(type='(\w+)'(?:, index=(\d+))?\)", text)
+    return torch.device(device[1], int(device[2] or 0)) if device else text
+
+
+def _has_internal_format(value: Any) -> bool:
+    if isinstance(value, dict):
+        return value.get("f", 2) not in PLAIN_FORMATS or any(_has_internal_format(item) for item in value.values())
+    return isinstance(value, list) and any(_has_internal_format(item) for item in value)
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{path}.{index}" if path else str(index))
+
+
+def _result_differences(result: Any, recorded: Any, inputs: dict[str, torch.Tensor], path: str) -> list[str]:
+    if isinstance(recorded, list) and isinstance(result, (list, tuple)):
+        if len(result) != len(recorded):
+            return [f"{len(result)} results, recorded {len(recorded)}"]
+        return [
+            difference
+            for index, (one, expected) in enumerate(zip(result, recorded, strict=True))
+            for difference in _result_differences(one, expected, inputs, f"{path}.{index}" if path else str(index))
+        ]
+    if not (isinstance(recorded, dict) and "t" in recorded):
+        return [] if isinstance(recorded, (dict, str, float)) or result == recorded else [f"{path}: {result!r} for {recorded!r}"]
+    if not isinstance(result, torch.Tensor):
+        return [f"{path}: {result!r} instead of a tensor"]
+    size = tuple(recorded["t"])
+    expected = {
+        "shape": size,
+        "dtype": recorded["d"],
+        "stride": tuple(recorded.get("s") or contiguous_stride(size)),
+        "offset": recorded.get("o", 0),
+        "storage bytes": recorded["b"],
+        "device": recorded.get("dev", "npu"),
+        "alias": recorded.get("alias"),
+    }
+    storage = result.untyped_storage()
+    alias = None
+    if recorded["b"]:
+        alias = next((p for p, t in inputs.items() if t.untyped_storage()._cdata == storage._cdata), None)
+    found = {
+        "shape": tuple(result.shape),
+        "dtype": str(result.dtype).removeprefix("torch."),
+        "stride": result.stride(),
+        "offset": result.storage_offset(),
+        "storage bytes": storage.nbytes(),
+        "device": result.device.type,
+        "alias": alias,
+    }
+    return [f"{path} {key} {found[key]}, recorded {expected[key]}" for key in expected if found[key] != expected[key]]

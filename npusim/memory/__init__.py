@@ -1,1 +1,1 @@
-"""What torch_npu's C++ does with device memory: caching allocator, workspaces, statistics, snapshots. Knows no torch."""
+"""What torch_npu's C++ does with device memory: caching, workspaces, statistics, snapshots. Knows no torch."""

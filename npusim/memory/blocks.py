@@ -15,8 +15,8 @@ ALLOCATED: Final = 1
 PENDING: Final = 2
 DEFERRED: Final = 3
 UNMAPPED: Final = 4
-"""States of a block: in its pool; with the user; freed, waiting for events of other streams; freed during a graph capture,
-its events not recorded yet; an address range of an expandable segment without memory behind it."""
+"""States of a block: in its pool; with the user; freed, waiting for events of other streams; freed during a graph
+capture, its events not recorded yet; an address range of an expandable segment without memory behind it."""
 
 _ADDRESS_BITS: Final = 48
 _MAX_CHUNK: Final = 1024
@@ -26,19 +26,23 @@ class Block:
     """A piece of a segment; all pieces of one segment are linked by address.
 
     Attributes:
-        requested_bytes: What the user asked for; in a free block what the last user of this object did, as in torch_npu.
+        key: Orders the block among the free ones: by size, then address. Kept by :class:`FreeList`.
+        requested_bytes: What the user asked for; a free block keeps the figure of its last user, as in torch_npu.
         state: One of the constants of this module.
         free_list: The set that takes the block when it is free; tells its pool and stream.
         segment: The expandable segment that the block is part of, if it is.
         stream_uses: Streams other than its own that were recorded on it while allocated, in the order of recording.
-        searches: Value of the pool's search counter when the block was last put to use (its age, for garbage collection).
+        searches: The pool's search counter when the block was last used; its age, for garbage collection.
     """
 
     __slots__ = (
-        "address", "free_list", "next", "prev", "requested_bytes", "searches", "segment", "size", "state", "stream_uses",
+        "address", "free_list", "key", "next", "prev", "requested_bytes", "searches", "segment", "size", "state",
+        "stream_uses",
     )  # fmt: skip
 
-    def __init__(self, address: int, size: int, state: int, free_list: FreeList, segment: ExpandableSegment | None) -> None:
+    def __init__(
+        self, address: int, size: int, state: int, free_list: FreeList, segment: ExpandableSegment | None
+    ) -> None:
         self.address = address
         self.size = size
         self.state = state
@@ -46,6 +50,7 @@ class Block:
         self.segment = segment
         self.prev: Block | None = None
         self.next: Block | None = None
+        self.key = 0
         self.requested_bytes = 0
         self.searches = 0
         self.stream_uses: list[int] | None = None
@@ -69,18 +74,20 @@ class Block:
             block.next.prev = self
         block.next = self
 
-    def absorb(self, neighbour: Block) -> None:
-        """Take over the range of a neighbour, which leaves the segment."""
-        if neighbour is self.prev:
-            self.address = neighbour.address
-            self.prev = neighbour.prev
-            if self.prev is not None:
-                self.prev.next = self
-        else:
-            self.next = neighbour.next
-            if self.next is not None:
-                self.next.prev = self
+    def absorb_before(self, neighbour: Block) -> None:
+        """Take over the range of the block right before this one, which leaves the segment."""
+        self.address = neighbour.address
         self.size += neighbour.size
+        before = self.prev = neighbour.prev
+        if before is not None:
+            before.next = self
+
+    def absorb_after(self, neighbour: Block) -> None:
+        """Take over the range of the block right after this one, which leaves the segment."""
+        self.size += neighbour.size
+        after = self.next = neighbour.next
+        if after is not None:
+            after.prev = self
 
 
 class FreeList:
@@ -118,9 +125,8 @@ class FreeList:
 
     def following(self, block: Block) -> Iterator[Block]:
         """The blocks after ``block``, in order."""
-        key = block.size << _ADDRESS_BITS | block.address
-        position = bisect_left(self._lasts, key)
-        index = bisect_left(self._chunks[position], key) + 1
+        position = bisect_left(self._lasts, block.key)
+        index = bisect_left(self._chunks[position], block.key) + 1
         for blocks in self._blocks[position:]:
             yield from blocks[index:]
             index = 0
@@ -131,21 +137,36 @@ class FreeList:
 
     def add(self, block: Block) -> None:
         """Take in a block."""
-        self._insert(block.size << _ADDRESS_BITS | block.address, block)
+        key = block.key = block.size << _ADDRESS_BITS | block.address
+        lasts = self._lasts
+        position = bisect_left(lasts, key)
+        if position == len(lasts):
+            if not position:
+                lasts.append(key)
+                self._chunks.append([key])
+                self._blocks.append([block])
+                return
+            position -= 1
+            lasts[position] = key
+        chunk = self._chunks[position]
+        index = bisect_left(chunk, key)
+        chunk.insert(index, key)
+        self._blocks[position].insert(index, block)
+        if len(chunk) > _MAX_CHUNK:
+            self._halve(position)
 
     def remove(self, block: Block) -> None:
         """Let a block go."""
-        key = block.size << _ADDRESS_BITS | block.address
+        key = block.key
         position = bisect_left(self._lasts, key)
         self._delete(position, bisect_left(self._chunks[position], key))
 
-    def replace(self, old: Block, block: Block, address: int, size: int) -> None:
-        """As removing ``old`` and adding ``block`` with the given range; cheap where it takes the same place.
+    def replace(self, old_key: int, block: Block) -> None:
+        """Let a block stand in place of the entry with ``old_key``; cheap where the order stays the same.
 
-        ``block``, which may be ``old``, need not have its new range yet.
+        The block, with its present range, may be the one of that entry.
         """
-        old_key = old.size << _ADDRESS_BITS | old.address
-        key = size << _ADDRESS_BITS | address
+        key = block.size << _ADDRESS_BITS | block.address
         lasts = self._lasts
         position = bisect_left(lasts, old_key)
         chunk = self._chunks[position]
@@ -156,35 +177,13 @@ class FreeList:
         else:
             stays = position + 1 == len(lasts) if is_last else key < chunk[index + 1]
         if stays:
-            chunk[index] = key
+            block.key = chunk[index] = key
             self._blocks[position][index] = block
             if is_last:
                 lasts[position] = key
         else:
             self._delete(position, index)
-            self._insert(key, block)
-
-    def _insert(self, key: int, block: Block) -> None:
-        lasts = self._lasts
-        if not lasts:
-            lasts.append(key)
-            self._chunks.append([key])
-            self._blocks.append([block])
-            return
-        position = bisect_left(lasts, key)
-        if position == len(lasts):
-            position -= 1
-            lasts[position] = key
-        chunk, blocks = self._chunks[position], self._blocks[position]
-        index = bisect_left(chunk, key)
-        chunk.insert(index, key)
-        blocks.insert(index, block)
-        if len(chunk) > _MAX_CHUNK:
-            half = _MAX_CHUNK // 2
-            lasts.insert(position, chunk[half - 1])
-            for parts, part in ((self._chunks, chunk), (self._blocks, blocks)):
-                parts.insert(position, part[:half])
-                del part[:half]
+            self.add(block)
 
     def _delete(self, position: int, index: int) -> None:
         chunk = self._chunks[position]
@@ -195,3 +194,10 @@ class FreeList:
         del self._blocks[position][index]
         if index == len(chunk):
             self._lasts[position] = chunk[-1]
+
+    def _halve(self, position: int) -> None:
+        half = _MAX_CHUNK // 2
+        chunk, blocks = self._chunks[position], self._blocks[position]
+        self._chunks[position : position + 1] = chunk[:half], chunk[half:]
+        self._blocks[position : position + 1] = blocks[:half], blocks[half:]
+        self._lasts.insert(position, chunk[half - 1])

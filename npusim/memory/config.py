@@ -1,7 +1,7 @@
 """``PYTORCH_NPU_ALLOC_CONF``: its options, which values torch_npu accepts, and the errors it answers to others.
 
-Read in c10/core/AllocatorConfig.h of torch 2.13.0 and NPUAllocatorConfig.cpp of torch_npu (9e73e708). The date, process and
-error-code line that torch_npu appends to some texts is left out, as ``TORCH_NPU_COMPACT_ERROR_OUTPUT=1`` does.
+Read in c10/core/AllocatorConfig.h of torch 2.13.0 and NPUAllocatorConfig.cpp of torch_npu (9e73e708). The line with
+date, process and error code that torch_npu appends to some texts is left out (``TORCH_NPU_COMPACT_ERROR_OUTPUT=1``).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def parse_allocator_config(text: str, base: AllocatorConfig | None = None) -> Al
 
 
 def change_allocator_settings(text: str, base: AllocatorConfig) -> AllocatorConfig:
-    """As ``torch_npu.npu.memory._set_allocator_settings``: like a parse, but only of options that can change at run time.
+    """As ``torch_npu.npu.memory._set_allocator_settings``: a parse, but only of options that can change at run time.
 
     Raises:
         ValueError: An option cannot change at run time, or as :func:`parse_allocator_config`.

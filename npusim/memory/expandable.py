@@ -57,7 +57,7 @@ class ExpandableSegments:
 
         Args:
             block: A mapped free block.
-            keep_physical: Keep the physical memory in the pool, to map it again, instead of giving it back to the device.
+            keep_physical: Keep the physical memory in the pool, to map it again, instead of giving it back.
         """
         segment = block.segment
         assert segment is not None
@@ -80,17 +80,20 @@ class ExpandableSegments:
         block.address, block.size, block.state = begin, end - begin, UNMAPPED
         pool, stream = block.free_list.pool, block.free_list.stream
         holes = pool.holes_of(stream)
-        for neighbour in (block.prev, block.next):
-            if neighbour is not None and neighbour.state == UNMAPPED:
-                block.absorb(neighbour)
-                del holes[neighbour.address]
+        before, after = block.prev, block.next
+        if before is not None and before.state == UNMAPPED:
+            del holes[before.address]
+            block.absorb_before(before)
+        if after is not None and after.state == UNMAPPED:
+            del holes[after.address]
+            block.absorb_after(after)
         holes[block.address] = block
         statistics = self._state.statistics
         statistics.reserve(begin - end, is_small=pool.is_small)
         statistics.num_device_free += 1
         if pool.owner is not None:
             pool.owner.num_segments -= 1
-        self._state.history.record("segment_unmap", begin, end - begin, stream, pool.pool_id)
+        self._state.history.record_segment("segment_unmap", block, begin, end - begin)
         if not block.is_split:
             del holes[block.address]
             self._state.hbm.release(segment.address)
@@ -125,7 +128,7 @@ class ExpandableSegments:
         return EXTRA_LARGE_PAGE_BYTES if config.page_size_1g else config.expandable_large_page
 
     def _map(self, hole: Block, num_bytes: int) -> bool:
-        """Map at least ``num_bytes`` at the start of an unmapped block, which becomes a free one; False if the device is full."""
+        """Map ``num_bytes`` or more at the start of an unmapped block, which becomes free; False if there is none."""
         segment = hole.segment
         assert segment is not None
         num_bytes = round_up(num_bytes, segment.page_bytes)
@@ -140,15 +143,18 @@ class ExpandableSegments:
             holes[rest.address] = rest
         mapped_address = hole.address
         hole.size, hole.state = num_bytes, FREE
-        for neighbour in (hole.prev, hole.next):
-            if neighbour is not None and neighbour.state == FREE:
-                hole.free_list.remove(neighbour)
-                hole.absorb(neighbour)
+        before, after = hole.prev, hole.next
+        if before is not None and before.state == FREE:
+            before.free_list.remove(before)
+            hole.absorb_before(before)
+        if after is not None and after.state == FREE:
+            after.free_list.remove(after)
+            hole.absorb_after(after)
         hole.free_list.add(hole)
         statistics = self._state.statistics
         statistics.reserve(num_bytes, is_small=pool.is_small)
         statistics.num_device_alloc += 1
-        self._state.history.record("segment_map", mapped_address, num_bytes, stream, pool.pool_id)
+        self._state.history.record_segment("segment_map", hole, mapped_address, num_bytes)
         return True
 
     def _map_pages(self, pool: BlockPool, address: int, num_bytes: int, page_bytes: int) -> bool:

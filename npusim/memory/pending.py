@@ -59,6 +59,9 @@ class PendingFrees:
 
     def hold(self, block: Block, *, in_capture: bool) -> None:
         """Take a freed block with stream uses; during a capture its events are recorded later."""
+        counters = block.free_list.pool.counters
+        counters.pending += 1
+        counters.pending_bytes += block.size
         self.blocks[block.address] = block
         if in_capture:
             block.state = DEFERRED
@@ -108,4 +111,7 @@ class PendingFrees:
         if not self._num_events[block]:
             del self._num_events[block], self.blocks[block.address]
             self._captured_uses.pop(block, None)
+            counters = block.free_list.pool.counters
+            counters.pending -= 1
+            counters.pending_bytes -= block.size
             self._free_block(block)

@@ -127,13 +127,13 @@ class PoolRegistry:
         self._statistics = statistics
         self._innermost_first = innermost_scope_first
 
-    def route(self, stream: int, *, is_small: bool) -> BlockPool:
-        """The pool for a request on ``stream``."""
+    def route(self, pool: BlockPool, stream: int) -> BlockPool:
+        """Where a request for a default pool on ``stream`` goes: there, or to its like of a scope's private pool."""
         for pool_id, matches in reversed(self.scopes) if self._innermost_first else self.scopes:
             if matches(stream):
-                pool = self.private[pool_id]
-                return pool.small if is_small else pool.large
-        return self.small if is_small else self.large
+                private = self.private[pool_id]
+                return private.small if pool.is_small else private.large
+        return pool
 
     def hold(
         self,

@@ -77,7 +77,7 @@ class Reclaimer:
         return True
 
     def collect_garbage(self) -> None:
-        """Give back whole large segments, those unused for longest first, until reserved memory is below the threshold."""
+        """Give back whole large segments, those unused for longest first, until the threshold is met."""
         state = self._state
         assert state.allowed_bytes is not None
         threshold = int(state.config.garbage_collection_threshold * state.allowed_bytes)

@@ -44,9 +44,9 @@ class Segments:
         if num_bytes >= state.config.max_split_size:
             statistics.oversize_segments.add(1)
         statistics.num_device_alloc += 1
-        state.history.record("segment_alloc", address, num_bytes, stream, pool.pool_id)
         free_list = pool.free_list(stream)
         block = Block(address, num_bytes, FREE, free_list, None)
+        state.history.record_segment("segment_alloc", block, address, num_bytes)
         free_list.add(block)
         return block
 
@@ -56,7 +56,7 @@ class Segments:
         free_list = block.free_list
         pool, owner = free_list.pool, free_list.pool.owner
         state.statistics.num_device_free += 1
-        state.history.record("segment_free", block.address, block.size, free_list.stream, pool.pool_id)
+        state.history.record_segment("segment_free", block, block.address, block.size)
         if owner is not None and owner.allocator is not None:
             owner.allocator.free(block.address, block.size, state.device_index, free_list.stream)
         else:

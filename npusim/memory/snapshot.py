@@ -1,21 +1,28 @@
-"""Pictures of the allocator's memory, in the vendor's format."""
+"""Pictures of the allocators' memory in the vendor's format, which the viewer at pytorch.org/memory_viz opens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypedDict
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from npusim.memory.blocks import ALLOCATED, PENDING, UNMAPPED, Block
+from npusim.memory.history import Frames, History, TraceEntry
 from npusim.memory.pools import NO_POOL, PoolId
 
 if TYPE_CHECKING:
-    from npusim.memory.history import Frames
+    from npusim.memory.caching_allocator import CachingAllocator
+    from npusim.memory.workspace import WorkspaceAllocator
 
-_STATE_NAMES = {ALLOCATED: "active_allocated", PENDING: "active_pending_free"}
+PICKLE_PROTOCOL: Final = 4
+"""The newest that the viewer reads. Exact: MemoryViz.js of torch 2.13."""
+
+_ACTIVE_STATES: Final = {ALLOCATED: "active_allocated", PENDING: "active_pending_free"}
 
 
 class BlockSnapshot(TypedDict):
-    """One block; ``requested_size`` of an inactive one is that of its last user."""
+    """One block; the ``requested_size`` of an inactive one is that of its last user."""
 
     address: int
     size: int
@@ -25,7 +32,7 @@ class BlockSnapshot(TypedDict):
 
 
 class SegmentSnapshot(TypedDict):
-    """One segment, or one contiguous mapped range of an expandable segment."""
+    """One segment, or one contiguous mapped range of an expandable segment, or one stream's operator workspace."""
 
     device: int
     address: int
@@ -41,55 +48,137 @@ class SegmentSnapshot(TypedDict):
     blocks: list[BlockSnapshot]
 
 
-def take_snapshot(blocks: Iterable[Block], device_index: int, pool_id: PoolId = NO_POOL) -> list[SegmentSnapshot]:
+class Snapshot(TypedDict):
+    """The segments of all devices, and of each device the recorded events."""
+
+    segments: list[SegmentSnapshot]
+    device_traces: list[list[dict[str, Any]]]
+
+
+def take_snapshot(allocators: Sequence[CachingAllocator], pool_id: PoolId = NO_POOL) -> Snapshot:
+    """What ``torch.npu.memory._snapshot()`` returns.
+
+    Args:
+        allocators: One per device, by device number.
+        pool_id: Show only the segments of this private pool, and no workspaces.
+    """
+    segments: list[SegmentSnapshot] = []
+    traces = []
+    for allocator in allocators:
+        segments += allocator.snapshot(pool_id)
+        traces.append([_entry(entry, allocator) for entry in allocator.history.entries])
+    if pool_id == NO_POOL:
+        for allocator, trace in zip(allocators, traces, strict=True):
+            if allocator.workspaces is not None:
+                segments += workspace_segments(allocator.workspaces, allocator.device_index)
+                if allocator.history.enabled:
+                    entries = _workspace_entries(allocator.workspaces)
+                    trace[:0] = [_entry(entry, allocator) for entry in entries]
+    return Snapshot(segments=segments, device_traces=traces)
+
+
+def dump_snapshot(snapshot: Snapshot, path: Path | str) -> None:
+    """Write a snapshot as the viewer reads it."""
+    Path(path).write_bytes(pickle.dumps(snapshot, protocol=PICKLE_PROTOCOL))
+
+
+def segments_of(
+    blocks: Sequence[Block], history: History, device_index: int, pool_id: PoolId = NO_POOL
+) -> list[SegmentSnapshot]:
     """The segments that the given blocks belong to, by address.
 
     Args:
         blocks: All mapped blocks.
+        history: Knows the call stacks.
         device_index: The device's number.
         pool_id: Only the segments of this private pool.
     """
-    segments = []
-    for head in blocks:
-        if head.prev is not None and head.prev.state != UNMAPPED:
-            continue
-        if pool_id in (NO_POOL, head.free_list.pool.pool_id):
-            segments.append(_segment(head, device_index))
-    return sorted(segments, key=lambda segment: segment["address"])
+    heads = [block for block in blocks if block.prev is None or block.prev.state == UNMAPPED]
+    if pool_id != NO_POOL:
+        heads = [head for head in heads if head.free_list.pool.pool_id == pool_id]
+    heads.sort(key=lambda head: head.address)
+    return [_segment(head, history, device_index) for head in heads]
 
 
-def _segment(head: Block, device_index: int) -> SegmentSnapshot:
+def _segment(head: Block, history: History, device_index: int) -> SegmentSnapshot:
+    blocks = []
+    block: Block | None = head
+    while block is not None and block.state != UNMAPPED:
+        blocks.append(block)
+        block = block.next
+    active = [block for block in blocks if block.state in _ACTIVE_STATES]
     pool = head.free_list.pool
-    segment = SegmentSnapshot(
+    return SegmentSnapshot(
         device=device_index,
         address=head.address,
-        total_size=0,
-        allocated_size=0,
-        active_size=0,
-        requested_size=0,
+        total_size=sum(block.size for block in blocks),
+        allocated_size=sum(block.size for block in active if block.state == ALLOCATED),
+        active_size=sum(block.size for block in active),
+        requested_size=sum(block.requested_bytes for block in active),
         stream=head.free_list.stream,
         segment_pool_id=pool.pool_id,
         segment_type="small" if pool.is_small else "large",
         is_expandable=head.segment is not None,
-        frames=[],
-        blocks=[],
-    )
-    block: Block | None = head
-    while block is not None and block.state != UNMAPPED:
-        segment["total_size"] += block.size
-        if block.state == ALLOCATED:
-            segment["allocated_size"] += block.size
-        if block.state in _STATE_NAMES:
-            segment["active_size"] += block.size
-            segment["requested_size"] += block.requested_bytes
-        segment["blocks"].append(
+        frames=history.segment_frames_of(head),
+        blocks=[
             BlockSnapshot(
                 address=block.address,
                 size=block.size,
                 requested_size=block.requested_bytes,
-                state=_STATE_NAMES.get(block.state, "inactive"),
-                frames=[],
+                state=_ACTIVE_STATES.get(block.state, "inactive"),
+                frames=history.frames_of(block),
             )
+            for block in blocks
+        ],
+    )
+
+
+def workspace_segments(workspaces: WorkspaceAllocator, device_index: int) -> list[SegmentSnapshot]:
+    """One segment per stream with a workspace; it shows as inactive even while an operator uses it, as in torch_npu."""
+    return [
+        SegmentSnapshot(
+            device=device_index,
+            address=workspace.address,
+            total_size=workspace.size,
+            allocated_size=0,
+            active_size=0,
+            requested_size=0,
+            stream=stream,
+            segment_pool_id=NO_POOL,
+            segment_type="large",
+            is_expandable=False,
+            frames=[],
+            blocks=[
+                BlockSnapshot(
+                    address=workspace.address,
+                    size=workspace.size,
+                    requested_size=workspace.requested_bytes,
+                    state="inactive",
+                    frames=[],
+                )
+            ],
         )
-        block = block.next
-    return segment
+        for stream, workspace in workspaces.blocks.items()
+    ]
+
+
+def _workspace_entries(workspaces: WorkspaceAllocator) -> list[TraceEntry]:
+    return [
+        TraceEntry(action, workspace.address, workspace.size, stream, NO_POOL, None)
+        for stream, workspace in workspaces.blocks.items()
+        for action in ("workspace_snapshot", "segment_alloc", "alloc")
+    ]
+
+
+def _entry(entry: TraceEntry, allocator: CachingAllocator) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "action": entry.action,
+        "device_free" if entry.action == "oom" else "addr": entry.address,
+        "size": entry.size,
+        "stream": entry.stream,
+    }
+    if allocator.version.pool_id_in_traces:
+        shown["pool_id"] = entry.pool_id
+    if entry.frames is not None:
+        shown["frames"] = entry.frames
+    return shown

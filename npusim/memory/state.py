@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from npusim.device.hbm import Hbm
@@ -12,6 +12,7 @@ from npusim.memory.driver import StreamDriver
 from npusim.memory.history import History
 from npusim.memory.pools import BlockPool, PoolRegistry
 from npusim.memory.statistics import Statistics
+from npusim.memory.versions import AllocatorVersion
 
 LEDGER_GRADE: Final = Grade.EXACT
 LEDGER_SOURCE: Final = "torch_npu 2.13.0 caching allocator, traces recorded from the wheel"
@@ -25,30 +26,30 @@ class AllocatorState:
         hbm: The device's memory.
         driver: The device's streams.
         config: The settings in force.
+        version: Where the release differs from others.
         statistics: The counters.
         pools: The block pools.
+        history: The recorded events.
         device_index: The device's number, for texts and snapshots.
         allowed_bytes: Upper limit of reserved bytes, or None.
-        history: The recorded events.
         num_captures: Graph captures marked as begun and not ended.
-        capture_by_scope: Any open pool scope counts as a capture (torch_npu 2.10).
     """
 
     hbm: Hbm
     driver: StreamDriver
     config: AllocatorConfig
+    version: AllocatorVersion
     statistics: Statistics
     pools: PoolRegistry
+    history: History
     device_index: int
-    capture_by_scope: bool
     allowed_bytes: int | None = None
-    history: History = field(default_factory=History)
     num_captures: int = 0
 
     @property
     def in_capture(self) -> bool:
         """Whether events may not be queried or waited for, because the current stream is being captured."""
-        if self.capture_by_scope:
+        if self.version.capture_by_scope:
             return bool(self.pools.scopes)
         return self.num_captures > 0 and self.driver.is_current_stream_capturing()
 

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 from typing import Final
 
-HOT_METRICS: Final = {
-    "allocation": "allocations",
-    "allocated_bytes": "allocated_bytes",
-    "requested_bytes": "requested_bytes",
-    "inactive_split": "inactive_splits",
-    "inactive_split_bytes": "inactive_split_bytes",
-}
-"""Key of ``memory_stats`` and attribute of :class:`PoolCounters`."""
+SevenFigures = tuple[int, int, int, int, int, int, int]
+"""One figure for each of :data:`METRICS`."""
+
+METRICS: Final = (
+    "allocation",
+    "allocated_bytes",
+    "requested_bytes",
+    "inactive_split",
+    "inactive_split_bytes",
+    "active",
+    "active_bytes",
+)
+"""The statistics that change with every request."""
+
+_EVENT_COUNTS: Final = ("num_alloc_retries", "num_ooms")
+_EXTRA_EVENT_COUNTS: Final = ("num_sync_all_streams", "num_device_alloc", "num_device_free", "num_oom_rejections")
 
 
 class Stat:
@@ -45,10 +53,6 @@ class Stat:
         """Let the sums start anew from zero."""
         self.allocated = self.freed = 0
 
-    def figures(self) -> tuple[int, int, int, int]:
-        """Current, peak, allocated, freed."""
-        return self.current, self.peak, self.allocated, self.freed
-
 
 class Peaks:
     """Highest values so far of the statistics that change with every request.
@@ -63,9 +67,29 @@ class Peaks:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.allocations_peak = self.allocated_bytes_peak = self.requested_bytes_peak = 0
-        self.inactive_splits_peak = self.inactive_split_bytes_peak = 0
-        self.pending_active_peak = self.pending_active_bytes_peak = 0
+        self.reset_peaks((0, 0, 0, 0, 0, 0, 0))
+
+    def peaks(self) -> SevenFigures:
+        """The peaks."""
+        return (
+            self.allocations_peak,
+            self.allocated_bytes_peak,
+            self.requested_bytes_peak,
+            self.inactive_splits_peak,
+            self.inactive_split_bytes_peak,
+            max(self.allocations_peak, self.pending_active_peak),
+            max(self.allocated_bytes_peak, self.pending_active_bytes_peak),
+        )
+
+    def reset_peaks(self, currents: SevenFigures) -> None:
+        """Let the peaks start anew from the current values."""
+        self.allocations_peak = currents[0]
+        self.allocated_bytes_peak = currents[1]
+        self.requested_bytes_peak = currents[2]
+        self.inactive_splits_peak = currents[3]
+        self.inactive_split_bytes_peak = currents[4]
+        self.pending_active_peak = currents[5]
+        self.pending_active_bytes_peak = currents[6]
 
 
 class PoolCounters(Peaks):
@@ -75,32 +99,114 @@ class PoolCounters(Peaks):
 
     Attributes:
         other: The counters of the other pool class.
-        bases: The current values when the sums were last reset.
+        both: The peaks of both classes together.
     """
 
     __slots__ = (
-        "allocated_bytes", "allocated_bytes_rises", "allocations", "allocations_rises", "bases", "inactive_split_bytes",
-        "inactive_split_bytes_rises", "inactive_splits", "inactive_splits_rises", "other", "pending", "pending_bytes",
-        "requested_bytes", "requested_bytes_rises",
+        "_bases", "allocated_bytes", "allocated_bytes_rises", "allocations", "allocations_rises", "both",
+        "inactive_split_bytes", "inactive_split_bytes_rises", "inactive_splits", "inactive_splits_rises", "other",
+        "pending", "pending_bytes", "requested_bytes", "requested_bytes_rises",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, both: Peaks) -> None:
         super().__init__()
-        self.allocations = self.allocations_rises = 0
-        self.allocated_bytes = self.allocated_bytes_rises = 0
-        self.requested_bytes = self.requested_bytes_rises = 0
-        self.inactive_splits = self.inactive_splits_rises = 0
-        self.inactive_split_bytes = self.inactive_split_bytes_rises = 0
-        self.pending = self.pending_bytes = 0
+        self.both: Final = both
         self.other: PoolCounters = self
-        self.bases: dict[str, int] = {}
+        self.allocations = self.allocated_bytes = self.requested_bytes = 0
+        self.inactive_splits = self.inactive_split_bytes = 0
+        self.pending = self.pending_bytes = 0
+        self.reset_accumulated()
+
+    def count_allocation(self, size: int, requested_bytes: int) -> None:
+        """Count one more allocated block."""
+        other, both = self.other, self.both
+        self.allocations_rises += 1
+        current = self.allocations = self.allocations + 1
+        if current > self.allocations_peak:
+            self.allocations_peak = current
+        current += other.allocations
+        if current > both.allocations_peak:
+            both.allocations_peak = current
+        self.allocated_bytes_rises += size
+        current = self.allocated_bytes = self.allocated_bytes + size
+        if current > self.allocated_bytes_peak:
+            self.allocated_bytes_peak = current
+        current += other.allocated_bytes
+        if current > both.allocated_bytes_peak:
+            both.allocated_bytes_peak = current
+        self.requested_bytes_rises += requested_bytes
+        current = self.requested_bytes = self.requested_bytes + requested_bytes
+        if current > self.requested_bytes_peak:
+            self.requested_bytes_peak = current
+        current += other.requested_bytes
+        if current > both.requested_bytes_peak:
+            both.requested_bytes_peak = current
+
+    def change_inactive_split(self, num_blocks: int, num_bytes: int) -> None:
+        """Count free blocks that are part of a larger segment; each figure changes in one step."""
+        other, both = self.other, self.both
+        current = self.inactive_splits = self.inactive_splits + num_blocks
+        if num_blocks > 0:
+            self.inactive_splits_rises += num_blocks
+            if current > self.inactive_splits_peak:
+                self.inactive_splits_peak = current
+            current += other.inactive_splits
+            if current > both.inactive_splits_peak:
+                both.inactive_splits_peak = current
+        current = self.inactive_split_bytes = self.inactive_split_bytes + num_bytes
+        if num_bytes > 0:
+            self.inactive_split_bytes_rises += num_bytes
+            if current > self.inactive_split_bytes_peak:
+                self.inactive_split_bytes_peak = current
+            current += other.inactive_split_bytes
+            if current > both.inactive_split_bytes_peak:
+                both.inactive_split_bytes_peak = current
+
+    def note_active_peak(self) -> None:
+        """Update the peaks of active blocks; needed after a rise while some block is pending."""
+        active = self.allocations + self.pending
+        active_bytes = self.allocated_bytes + self.pending_bytes
+        self.pending_active_peak = max(self.pending_active_peak, active)
+        self.pending_active_bytes_peak = max(self.pending_active_bytes_peak, active_bytes)
+        other, both = self.other, self.both
+        active += other.allocations + other.pending
+        active_bytes += other.allocated_bytes + other.pending_bytes
+        both.pending_active_peak = max(both.pending_active_peak, active)
+        both.pending_active_bytes_peak = max(both.pending_active_bytes_peak, active_bytes)
+
+    def currents(self) -> SevenFigures:
+        """The current values."""
+        return (
+            self.allocations,
+            self.allocated_bytes,
+            self.requested_bytes,
+            self.inactive_splits,
+            self.inactive_split_bytes,
+            self.allocations + self.pending,
+            self.allocated_bytes + self.pending_bytes,
+        )
+
+    def rises(self) -> SevenFigures:
+        """The sums of rises since the last reset."""
+        return (
+            self.allocations_rises,
+            self.allocated_bytes_rises,
+            self.requested_bytes_rises,
+            self.inactive_splits_rises,
+            self.inactive_split_bytes_rises,
+            self.allocations_rises,
+            self.allocated_bytes_rises,
+        )
+
+    def bases(self) -> SevenFigures:
+        """The current values at the last reset of the sums."""
+        return self._bases
 
     def reset_accumulated(self) -> None:
         """Let the sums start anew from zero."""
-        self.bases = {"pending": self.pending, "pending_bytes": self.pending_bytes}
-        for name in HOT_METRICS.values():
-            self.bases[name] = getattr(self, name)
-            setattr(self, f"{name}_rises", 0)
+        self._bases = self.currents()
+        self.allocations_rises = self.allocated_bytes_rises = self.requested_bytes_rises = 0
+        self.inactive_splits_rises = self.inactive_split_bytes_rises = 0
 
 
 class Statistics:
@@ -112,18 +218,19 @@ class Statistics:
     """
 
     def __init__(self, max_split_size: int, *, extra_counters: bool = True) -> None:
-        self.small: Final = PoolCounters()
-        self.large: Final = PoolCounters()
-        self.small.other, self.large.other = self.large, self.small
         self.both: Final = Peaks()
-        self.segments: Final = _pool_stats()
-        self.reserved_bytes: Final = _pool_stats()
+        self.small: Final = PoolCounters(self.both)
+        self.large: Final = PoolCounters(self.both)
+        self.small.other, self.large.other = self.large, self.small
+        self.segments: Final = {pool: Stat() for pool in ("all", "small_pool", "large_pool")}
+        self.reserved_bytes: Final = {pool: Stat() for pool in ("all", "small_pool", "large_pool")}
         self.oversize_allocations: Final = Stat()
         self.oversize_segments: Final = Stat()
         self.num_alloc_retries = self.num_ooms = 0
         self.num_sync_all_streams = self.num_device_alloc = self.num_device_free = self.num_oom_rejections = 0
-        self._max_split_size = max_split_size - 2**64 if max_split_size >= 2**63 else max_split_size
-        self._extra_counters = extra_counters
+        self._max_split_size: Final = max_split_size - 2**64 if max_split_size >= 2**63 else max_split_size
+        self._event_counts: Final = _EVENT_COUNTS + (_EXTRA_EVENT_COUNTS if extra_counters else ())
+        self._keys: Final = sorted(self._values())
 
     @property
     def total_reserved_bytes(self) -> int:
@@ -150,44 +257,12 @@ class Statistics:
         self.segments["all"].add(amount)
         self.segments["small_pool" if is_small else "large_pool"].add(amount)
 
-    def note_active_peak(self, counters: PoolCounters) -> None:
-        """Update the peaks of the active statistics, after a rise while some block is pending."""
-        other = counters.other
-        active = counters.allocations + counters.pending
-        active_bytes = counters.allocated_bytes + counters.pending_bytes
-        counters.pending_active_peak = max(counters.pending_active_peak, active)
-        counters.pending_active_bytes_peak = max(counters.pending_active_bytes_peak, active_bytes)
-        both = self.both
-        both.pending_active_peak = max(both.pending_active_peak, active + other.allocations + other.pending)
-        active_bytes += other.allocated_bytes + other.pending_bytes
-        both.pending_active_bytes_peak = max(both.pending_active_bytes_peak, active_bytes)
-
-    def change_inactive_split(self, counters: PoolCounters, num_blocks: int, num_bytes: int) -> None:
-        """Count free blocks that are part of a larger segment; each figure changes in one step."""
-        other, both = counters.other, self.both
-        counters.inactive_splits += num_blocks
-        if num_blocks > 0:
-            counters.inactive_splits_rises += num_blocks
-            current = counters.inactive_splits
-            counters.inactive_splits_peak = max(counters.inactive_splits_peak, current)
-            both.inactive_splits_peak = max(both.inactive_splits_peak, current + other.inactive_splits)
-        counters.inactive_split_bytes += num_bytes
-        if num_bytes > 0:
-            counters.inactive_split_bytes_rises += num_bytes
-            current = counters.inactive_split_bytes
-            counters.inactive_split_bytes_peak = max(counters.inactive_split_bytes_peak, current)
-            both.inactive_split_bytes_peak = max(both.inactive_split_bytes_peak, current + other.inactive_split_bytes)
-
     def reset_peaks(self) -> None:
         """Let all peaks start anew from the current values."""
-        for name in HOT_METRICS.values():
-            for counters in (self.small, self.large):
-                setattr(counters, f"{name}_peak", getattr(counters, name))
-            setattr(self.both, f"{name}_peak", getattr(self.small, name) + getattr(self.large, name))
-        for peaks in (self.small, self.large, self.both):
-            peaks.pending_active_peak = peaks.pending_active_bytes_peak = 0
-        self.note_active_peak(self.small)
-        self.note_active_peak(self.large)
+        small, large = self.small.currents(), self.large.currents()
+        self.small.reset_peaks(small)
+        self.large.reset_peaks(large)
+        self.both.reset_peaks(_sums(small, large))
         for stat in self._stats().values():
             stat.reset_peak()
 
@@ -202,25 +277,29 @@ class Statistics:
 
     def as_dict(self) -> dict[str, int]:
         """The values under the keys of ``torch.npu.memory_stats()``, sorted by key."""
-        values = {
-            "num_alloc_retries": self.num_alloc_retries,
-            "num_ooms": self.num_ooms,
-            "max_split_size": self._max_split_size,
-        }
-        if self._extra_counters:
-            values |= {
-                "num_sync_all_streams": self.num_sync_all_streams,
-                "num_device_alloc": self.num_device_alloc,
-                "num_device_free": self.num_device_free,
-                "num_oom_rejections": self.num_oom_rejections,
-            }
-        figures = {name: stat.figures() for name, stat in self._stats().items()} | self._hot_figures()
-        for name, (current, peak, allocated, freed) in figures.items():
-            values[f"{name}.current"] = current
-            values[f"{name}.peak"] = peak
-            values[f"{name}.allocated"] = allocated
-            values[f"{name}.freed"] = freed
-        return dict(sorted(values.items()))
+        values = self._values()
+        return {key: values[key] for key in self._keys}
+
+    def _values(self) -> dict[str, int]:
+        values = {name: getattr(self, name) for name in self._event_counts}
+        values["max_split_size"] = self._max_split_size
+        for name, stat in self._stats().items():
+            values[f"{name}.current"] = stat.current
+            values[f"{name}.peak"] = stat.peak
+            values[f"{name}.allocated"] = stat.allocated
+            values[f"{name}.freed"] = stat.freed
+        small, large = self.small, self.large
+        _enter(values, "small_pool", small.currents(), small.peaks(), small.rises(), small.bases())
+        _enter(values, "large_pool", large.currents(), large.peaks(), large.rises(), large.bases())
+        _enter(
+            values,
+            "all",
+            _sums(small.currents(), large.currents()),
+            self.both.peaks(),
+            _sums(small.rises(), large.rises()),
+            _sums(small.bases(), large.bases()),
+        )
+        return values
 
     def _stats(self) -> dict[str, Stat]:
         stats = {"oversize_allocations": self.oversize_allocations, "oversize_segments": self.oversize_segments}
@@ -229,27 +308,22 @@ class Statistics:
             stats[f"reserved_bytes.{pool}"] = self.reserved_bytes[pool]
         return stats
 
-    def _hot_figures(self) -> dict[str, tuple[int, int, int, int]]:
-        figures = {}
-        pools = {"small_pool": (self.small,), "large_pool": (self.large,), "all": (self.small, self.large)}
-        for pool, counters in pools.items():
-            peaks = self.both if len(counters) == 2 else counters[0]
-            for key, name in HOT_METRICS.items():
-                rises = sum(getattr(each, f"{name}_rises") for each in counters)
-                growth = sum(getattr(each, name) - each.bases.get(name, 0) for each in counters)
-                current = sum(getattr(each, name) for each in counters)
-                figures[f"{key}.{pool}"] = current, getattr(peaks, f"{name}_peak"), rises, rises - growth
-            for key, name, pending in (
-                ("active", "allocations", "pending"),
-                ("active_bytes", "allocated_bytes", "pending_bytes"),
-            ):
-                current, peak, rises, freed = figures[f"{'allocation' if key == 'active' else name}.{pool}"]
-                waiting = sum(getattr(each, pending) for each in counters)
-                newly_waiting = waiting - sum(each.bases.get(pending, 0) for each in counters)
-                peak = max(peak, getattr(peaks, f"pending_{key}_peak"))
-                figures[f"{key}.{pool}"] = current + waiting, peak, rises, freed - newly_waiting
-        return figures
+
+def _sums(small: SevenFigures, large: SevenFigures) -> SevenFigures:
+    a, b, c, d, e, f, g = map(int.__add__, small, large)
+    return a, b, c, d, e, f, g
 
 
-def _pool_stats() -> dict[str, Stat]:
-    return {pool: Stat() for pool in ("all", "small_pool", "large_pool")}
+def _enter(
+    values: dict[str, int],
+    pool: str,
+    currents: SevenFigures,
+    peaks: SevenFigures,
+    rises: SevenFigures,
+    bases: SevenFigures,
+) -> None:
+    for name, current, peak, risen, base in zip(METRICS, currents, peaks, rises, bases, strict=True):
+        values[f"{name}.{pool}.current"] = current
+        values[f"{name}.{pool}.peak"] = peak
+        values[f"{name}.{pool}.allocated"] = risen
+        values[f"{name}.{pool}.freed"] = risen - (current - base)

@@ -12,7 +12,7 @@ class AllocatorVersion:
 
     Attributes:
         name: The release.
-        extra_counters: ``memory_stats`` has num_sync_all_streams, num_device_alloc, num_device_free, num_oom_rejections.
+        extra_counters: ``memory_stats`` has num_sync_all_streams, num_device_alloc and _free, num_oom_rejections.
         capture_by_scope: Any open pool scope counts as a graph capture, so events wait and memory is not given back.
         innermost_scope_first: Of several open scopes that match, the one opened last gets the request.
         pool_id_in_traces: Trace entries have a ``pool_id``.

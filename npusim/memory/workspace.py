@@ -26,7 +26,7 @@ class WorkspaceBlock:
 
 
 class WorkspaceAllocator:
-    """Hands out operator workspaces; a stream's block grows with its largest request and shrinks only by :meth:`empty_cache`.
+    """Hands out operator workspaces. A stream's block grows with its largest request and goes only with all others.
 
     Its memory shows in ``mem_get_info`` and in snapshots, but not in ``memory_stats``.
 
@@ -38,8 +38,7 @@ class WorkspaceAllocator:
 
     Attributes:
         blocks: The blocks by stream.
-        allocated_bytes: Statistics of bytes in use; with workspaces of different sizes on several streams they drift, as in
-            torch_npu.
+        allocated_bytes: Statistics of bytes in use; with several streams of unequal sizes they drift, as in torch_npu.
         reserved_bytes: Statistics of bytes taken from the device.
     """
 
@@ -64,7 +63,7 @@ class WorkspaceAllocator:
         """The stream's workspace, at least ``num_bytes`` long; 32 bytes are added to each request.
 
         Raises:
-            Exception: Of the class given to the constructor, if the device is full; no cached memory is given up for it.
+            Exception: Of the out-of-memory class, if the device is full; no cached memory is given up for it.
         """
         needed = num_bytes + PAD_BYTES
         block = self.blocks.setdefault(stream, WorkspaceBlock())

@@ -1,0 +1,90 @@
+"""Which cached block serves a request."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from npusim.memory.blocks import FREE, UNMAPPED, Block, FreeList
+from npusim.memory.pools import BlockPool
+from npusim.memory.rounding import MIN_BLOCK_BYTES, SMALL_BYTES
+from npusim.memory.state import AllocatorState
+
+
+class BestFit:
+    """Searches the free blocks of a pool under the settings in force.
+
+    Attributes:
+        max_split_size: Larger blocks are not split, and larger requests take such blocks whole.
+        min_large_rest: The least rest for which a block of the large pool is split; of the small pool it is 512.
+        alignment: Requests from 2 MiB start on a multiple of it where possible; 0: anywhere.
+    """
+
+    def __init__(self, state: AllocatorState) -> None:
+        self._state: Final = state
+        self._met_expandable = False
+        self.configure()
+
+    def configure(self) -> None:
+        """Read the settings; call it after each change."""
+        config = self._state.config
+        self._expandable = config.expandable_segments
+        self._met_expandable = self._met_expandable or self._expandable
+        self._tracks_ages = self._state.tracks_ages
+        self.max_split_size = config.max_split_size
+        self.min_large_rest = MIN_BLOCK_BYTES if self._expandable else SMALL_BYTES + 1
+        self.alignment = config.base_addr_aligned_size if self._expandable else 0
+
+    def find(self, pool: BlockPool, size: int, stream: int) -> Block | None:
+        """The free block that a request of ``size`` bytes gets, which stays in its pool; None if none fits.
+
+        It is the smallest that is large enough. Where segments are expandable, one that can grow counts as large as it
+        can become; where they are not any more, blocks of expandable segments are passed over.
+        """
+        if self._tracks_ages:
+            pool.searches += 1
+        free_list = pool.free_lists.get(stream)
+        if free_list is None:
+            return None
+        block = free_list.smallest_from(size)
+        if block is None:
+            return None
+        if self._expandable:
+            after = block.next
+            if after is not None and after.state == UNMAPPED:
+                block = _less_growing(free_list, block)
+        elif self._met_expandable and block.segment is not None:
+            block = next((larger for larger in free_list.following(block) if larger.segment is None), None)
+            if block is None:
+                return None
+        limit = self.max_split_size
+        if block.size >= limit and (
+            size < limit or block.size >= size + self._state.config.max_non_split_rounding_size
+        ):
+            return None
+        return block
+
+    def align(self, block: Block, size: int) -> Block:
+        """Cut the front off a free block so that it starts on an aligned address, if it stays long enough."""
+        front_bytes = -block.address % self.alignment
+        if front_bytes + size > block.size:
+            return block
+        aligned = Block(block.address + front_bytes, block.size - front_bytes, FREE, block.free_list, block.segment)
+        aligned.insert_after(block)
+        aligned.free_list.add(aligned)
+        block.size = front_bytes
+        block.free_list.replace(block.key, block)
+        return aligned
+
+
+def _less_growing(free_list: FreeList, block: Block) -> Block:
+    """Go on from a block that can grow to larger ones, as long as the next can become less large."""
+    for larger in free_list.following(block):
+        if block.segment is None or _full_size(larger) >= _full_size(block):
+            break
+        block = larger
+    return block
+
+
+def _full_size(block: Block) -> int:
+    after = block.next
+    return block.size + (after.size if after is not None and after.state == UNMAPPED else 0)

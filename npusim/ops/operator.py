@@ -1,21 +1,23 @@
-"""How an operator is declared: a schema, a function that allocates as torch_npu does, and how its values are computed.
+"""How an operator is declared: its name, a function that allocates as torch_npu does, and how its values are computed.
 
 A declaration is a few lines::
 
-    @operator("npu::npu_swiglu(Tensor input, int dim=-1) -> Tensor", computes=swiglu)
+    @operator("npu::npu_swiglu", computes=swiglu)
     def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
         return new_like(input, halved(input.shape, dim))
 
 The function body makes the operator's results, and its temporaries as local variables, in torch_npu's order, so that the
-caching allocator sees what it would see on a card. ``computes`` gets the same arguments on the host; one of torch's own
-operators that says nothing there is computed by torch's own CPU kernel.
+caching allocator sees what it would see on a card. It names the arguments that matter; ``**_`` takes the others.
+``computes`` gets the same arguments on the host; an operator of torch itself that says nothing is computed by torch's CPU
+kernel. The vendor's schemas are in ``schemas.txt``.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -129,7 +131,7 @@ class _Computation:
 
 
 def operator(
-    schema: str,
+    name: str,
     *,
     computes: Callable[..., Any] | None = None,
     writes: Sequence[str] = (),
@@ -140,8 +142,8 @@ def operator(
     """Declare an operator of device ``npu``.
 
     Args:
-        schema: ``namespace::name(arguments) -> results`` defines the operator and its kernel; ``aten::name.overload``
-            alone gives one of torch's own operators a kernel.
+        name: ``namespace::name`` or ``namespace::name.overload``: one of torch's own operators (``aten``), or a vendor's
+            with a schema in ``schemas.txt``.
         computes: Its results from host tensors; called with the operator's arguments. If the operator writes to arguments,
             their new values come first, in the order of ``writes``, then those of new results. Default: for torch's own
             operators their CPU kernel, for others nothing.
@@ -150,16 +152,17 @@ def operator(
         checks_devices: Whether host tensors among its arguments are refused before it allocates.
         workspace_bytes: Workspace during the call, from the same arguments.
     """
-    namespace, _, rest = schema.partition("::")
-    name = rest.partition("(")[0]
+    namespace, _, unqualified = name.partition("::")
+    schema = None if namespace == "aten" else schemas()[name]
+    arguments = (_aten(unqualified)._schema if schema is None else torch._C.parse_schema(schema)).arguments
+    parameters = tuple(argument.name for argument in arguments)
+    computation = computes
+    if computation is None and namespace == "aten":
+        computation = _HostKernel(unqualified, tuple(parameters.index(argument) for argument in writes))
 
     def declare(allocate: Callable[..., Any]) -> Operator:
-        parameters = tuple(inspect.signature(allocate).parameters)
-        computation = computes
-        if computation is None and namespace == "aten":
-            computation = _HostKernel(name, tuple(parameters.index(argument) for argument in writes))
         declared = Operator(
-            f"{namespace}::{name}",
+            name,
             parameters,
             allocate,
             computation,
@@ -168,18 +171,29 @@ def operator(
             checks_devices,
             workspace_bytes,
         )
-        kernel(namespace, name, rest if "(" in rest else None)(declared.__call__)
+        kernel(namespace, unqualified, schema and schema.partition("::")[2])(declared.__call__)
         return declared
 
     return declare
+
+
+@cache
+def schemas() -> dict[str, str]:
+    """The vendor's schemas by operator, those of operators that are not modelled included."""
+    lines = (files("npusim.ops") / "schemas.txt").read_text(encoding="utf-8").splitlines()
+    return {line.partition("(")[0]: line for line in lines if line and not line.startswith("#")}
+
+
+def _aten(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 class _HostKernel:
     """One of torch's own operators on host tensors; what it writes to is copied first, and returned before its results."""
 
     def __init__(self, name: str, writes: tuple[int, ...]) -> None:
-        packet, _, overload = name.partition(".")
-        self._kernel = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        self._kernel = _aten(name)
         self._writes = writes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ class Operator:
             wrong_device(hosts)
         runtime = active.runtimes[(inputs or tensors_in(results))[0].device.index]
         if self.workspace_bytes is not None:
-            take_workspace(runtime, self.workspace_bytes(*args, **kwargs))
+            take_workspace(runtime, self.workspace_bytes(*args, **kwargs), always_cached=self.name.startswith("_C_ascend"))
         runtime.card.launch(self.name, runtime.current_stream())
         written = [self._argument(name, args, kwargs) for name in self.writes] if self.writes else []
         values = active.values
@@ -207,15 +207,15 @@ class _HostKernel:
         return [*written, *(tensor for tensor in results if not any(tensor is copy for copy in written))]
 
 
-def take_workspace(runtime: DeviceRuntime, num_bytes: int) -> None:
+def take_workspace(runtime: DeviceRuntime, num_bytes: int, *, always_cached: bool = False) -> None:
     """An operator's workspace for the length of one call: from the caching allocator, or from the stream's own.
 
     ``TASK_QUEUE_ENABLE`` 0 and 1 take it from the caching allocator, 2 from the workspace allocator (exact; op-plugin
-    ``op_api_common.h``).
+    ``op_api_common.h``). vllm-ascend's operators take a tensor always (exact; its ``op_api_common.h``).
     """
     if num_bytes <= 0:
         return
-    if runtime.task_queue_level < 2:
+    if always_cached or runtime.task_queue_level < 2:
         new_on(runtime, (num_bytes,), torch.uint8)
     else:
         runtime.workspaces.malloc(num_bytes, runtime.current_stream())

@@ -22,9 +22,18 @@ def new_on(runtime: DeviceRuntime, size: Sequence[int], dtype: torch.dtype) -> t
 
 
 def new_like(tensor: torch.Tensor, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A contiguous, uninitialised tensor on the device of ``tensor``, of its size and dtype unless given."""
-    runtime = platform().runtimes[tensor.device.index]
-    return new_on(runtime, tensor.shape if size is None else size, dtype or tensor.dtype)
+    """A contiguous, uninitialised tensor on the device of ``tensor``, of its size and dtype unless given.
+
+    Raises:
+        RuntimeError: A negative size, in torch_npu's words.
+    """
+    if size is None:
+        size = tensor.shape
+    elif size and min(size) < 0:
+        raise RuntimeError(
+            f"Trying to create tensor with negative dimension {min(size)}: {list(size)}\n[ERROR] ERR01003 OPS invalid value"
+        )
+    return new_on(platform().runtimes[tensor.device.index], size, dtype or tensor.dtype)
 
 
 def runtime_of(device: torch.device | None) -> DeviceRuntime:

@@ -128,7 +128,7 @@ class Replayer:
             raise UnmodelledCallError("needs values") from unknown
         except Exception as refused:  # noqa: BLE001 - compared with the recorded refusal
             refused.__traceback__ = None
-            error = f"{type(refused).__name__}: {refused}"
+            error = f"{type(refused).__name__}: {refused}".split(" This could be because the operator ")[0]
         if "error" in record:
             if error is None:
                 return ["not refused"]

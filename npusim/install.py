@@ -12,8 +12,14 @@ if TYPE_CHECKING:
 VENDOR_PATH = str(Path(__file__).parent / "vendor")
 
 
+def expose_doubles() -> None:
+    """Let ``import torch_npu`` and ``import xlite`` find the doubles; the import registers device ``npu`` with torch."""
+    if VENDOR_PATH not in sys.path:
+        sys.path.insert(0, VENDOR_PATH)
+
+
 def install(world: SimWorld) -> SimWorld:
-    """Make ``import torch_npu``, ``xlite`` and device ``npu`` mean this world, until :func:`uninstall`.
+    """Make ``torch_npu``, ``xlite`` and device ``npu`` mean this world, until :func:`uninstall`.
 
     Returns:
         The world.
@@ -21,12 +27,11 @@ def install(world: SimWorld) -> SimWorld:
     Raises:
         WorldError: Another world is active, or the real torch_npu was imported into this process.
     """
-    if VENDOR_PATH not in sys.path:
-        sys.path.insert(0, VENDOR_PATH)
-    from npusim.torch_backend import registration
-    from npusim.vendor import bindings
+    expose_doubles()
+    import torch_npu  # noqa: F401 - registers device npu
 
-    bindings.bind()
+    from npusim.torch_backend import registration
+
     registration.activate(world)
     return world
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 
-def bind() -> None:
-    """Register device ``npu``, its operators and the ``hccl`` backend with torch; ``torch.npu`` is torch_npu's.
+
+def bind(npu_module: ModuleType) -> None:
+    """Register device ``npu``, its operators and the ``hccl`` backend with torch.
+
+    Args:
+        npu_module: Becomes ``torch.npu``.
 
     Raises:
         WorldError: The real torch_npu got there first.
     """
-    import torch_npu  # type: ignore[import-not-found]  # the double beside this file
-
     from npusim import ops
     from npusim.ops import process_group
     from npusim.torch_backend import registration
     from npusim.torch_backend.fallback import fallback
 
     ops.declare_all()
-    registration.register(torch_npu.npu, fallback)
+    registration.register(npu_module, fallback)
     process_group.register_backend()

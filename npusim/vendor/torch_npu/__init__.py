@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from npusim.errors import UnmodelledNameError
+from npusim.vendor.bindings import bind
 from torch_npu import _C, npu
 from torch_npu.format import Format, get_npu_format, npu_format_cast
 
 __all__ = ["_C", "Format", "get_npu_format", "npu", "npu_format_cast"]
 __version__ = "2.13.0"
+
+bind(npu)
 
 
 def __getattr__(name: str) -> Any:

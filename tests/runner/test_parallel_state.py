@@ -61,5 +61,3 @@ def test_ranks_count_tensor_then_pipeline_then_data_parallel():
     assert groups["pp"] == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert groups["dp"] == ((0, 4), (2, 6), (1, 5), (3, 7))
     assert groups["ep"] == ((0, 1, 4, 5), (2, 3, 6, 7))
-
-

@@ -38,14 +38,21 @@ class RotaryEmbedding(nn.Module):
         del context
         cos_sin = self.cos_sin_cache.index_select(0, positions)
         cos, sin = cos_sin.unsqueeze(-2).chunk(2, dim=-1)
-        query = self._rotate(query, cos, sin)
-        key = self._rotate(key, cos, sin)
+        # Upstream provides for heads that are rotated in part: what was rotated is joined with the (here empty) rest,
+        # and lives beside the result until the end.
+        rotated_query = self._rotate(query, cos, sin)
+        query = self._join_rest(rotated_query, query)
+        rotated_key = self._rotate(key, cos, sin)
+        key = self._join_rest(rotated_key, key)
         return query, key
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         first, second = x.view(x.size(0), -1, self.head_size).chunk(2, dim=-1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.reshape(x.shape)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    def _join_rest(self, rotated: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        rest = x.view(x.size(0), -1, self.head_size)[..., rotated.size(-1) :]
+        return torch.cat((rotated, rest), dim=-1).reshape(x.shape)
 
 
 class AscendRotaryEmbedding(RotaryEmbedding):

@@ -70,6 +70,8 @@ _rename_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_cha
     ("PyCapsule_SetName", ctypes.pythonapi)
 )
 
+_increment_references = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
 
 class _Mould:
     """The capsule of one device and type."""
@@ -90,6 +92,8 @@ class _Mould:
             None,
             None,
         )
+        # torch looks at it again when a storage made from it dies, and tensors may outlive their world: never freed.
+        _increment_references(self._managed)
         self._tensor = self._managed.dl_tensor
         self._capsule = _new_capsule(ctypes.addressof(self._managed), b"dltensor", None)
 

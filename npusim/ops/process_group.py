@@ -102,7 +102,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def get_hccl_comm_name(self, rank: int) -> str:
         """The communicator's name for operators that communicate themselves; creates it, without buffers."""
         del rank
-        return self.communicator().name
+        self.communicator()
+        return self._name
 
     def communicator(self) -> Communicator:
         """The HCCL communicator on the calling rank's device."""
@@ -110,7 +111,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
             active = platform()
             runtime = active.runtimes[active.current_device()]
             self._communicator = runtime.hccl.communicator(self._label, self._size, self._buffer_mb)
-            runtime.communicators[self._communicator.name] = self._communicator
+            runtime.communicators[self._name] = self._communicator
         return self._communicator
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -177,7 +178,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         self._collective("barrier", [], [], None)
         return _done(None)
 
-    def _meet(self, operation: Hashable, payload: Any, finish: Callable[[list[Any]], None]) -> None:
+    def _meet(self, operation: Hashable, payload: Any, finish: Callable[[list[Any], Sequence[int]], None]) -> None:
         self._num_collectives += 1
         key = (self._name, self._num_collectives)
         self._ranks.meet(key, self._group_rank, self._size, operation, payload, finish)
@@ -205,18 +206,18 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     ) -> None:
         on_device = self._operate([*inputs, *outputs])
 
-        def finish(payloads: list[Payload]) -> None:
+        def finish(payloads: list[Payload], receivers: Sequence[int]) -> None:
             if combine is None and not outputs:
                 return
             sources = [source for part, _ in payloads for source in part]
-            targets = [target for _, part in payloads for target in part]
+            targets = [target for rank in receivers for target in payloads[rank][1]]
 
             def compute(*parts: Tensor) -> list[Tensor]:
                 if combine is None:
-                    return [part for _ in payloads for part in parts]
+                    return [part for _ in receivers for part in parts]
                 if per_rank:
-                    return [combine(list(parts), rank) for rank in range(len(payloads))]
-                return [combine(list(parts))] * len(payloads)
+                    return [combine(list(parts), rank) for rank in receivers]
+                return [combine(list(parts))] * len(receivers)
 
             if on_device:
                 platform().values.update(targets, sources, compute)
@@ -229,17 +230,18 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def _exchange(self, output: Tensor, source: Tensor, sends: list[int], receives: list[int]) -> None:
         on_device = self._operate([source, output])
 
-        def finish(payloads: list[tuple[Tensor, Tensor, list[int], list[int]]]) -> None:
-            for receiver, (_, _, _, expected) in enumerate(payloads):
+        def finish(payloads: list[tuple[Tensor, Tensor, list[int], list[int]]], receivers: Sequence[int]) -> None:
+            for receiver in receivers:
+                expected = payloads[receiver][3]
                 offered = [payload[2][receiver] for payload in payloads]
                 if offered != expected:
                     raise RuntimeError(f"rank {receiver} expects {expected} rows of all_to_all on {self._label}, gets {offered}")
 
             def compute(*parts: Tensor) -> list[Tensor]:
                 chunks = [part.split(payload[2]) for part, payload in zip(parts, payloads, strict=True)]
-                return [torch.cat([chunk[receiver] for chunk in chunks]) for receiver in range(len(payloads))]
+                return [torch.cat([chunk[receiver] for chunk in chunks]) for receiver in receivers]
 
-            targets, sources = [p[0] for p in payloads], [p[1] for p in payloads]
+            targets, sources = [payloads[receiver][0] for receiver in receivers], [payload[1] for payload in payloads]
             if on_device:
                 platform().values.update(targets, sources, compute)
             else:
@@ -313,6 +315,7 @@ def _separate_ranks() -> None:
     from torch.distributed import distributed_c10d
 
     register, unregister = distributed_c10d._register_process_group, distributed_c10d._unregister_process_group
+    new_process_group = distributed_c10d._new_process_group_helper
 
     def register_process_group(name: str, group: Any) -> None:
         if not isinstance(group, SimulatedProcessGroup):
@@ -322,6 +325,18 @@ def _separate_ranks() -> None:
         if not has_platform():
             unregister(name)
 
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        """Gloo groups of a simulated world are simulated: real ones would wait for ranks that have no turn."""
+        position = 3
+        is_gloo = has_platform() and str(args[position]) == dist.Backend.GLOO
+        if not is_gloo:
+            return new_process_group(*args, **kwargs)
+        group, store = new_process_group(*args[:position], dist.Backend("hccl"), *args[position + 1 :], **kwargs)
+        if group in distributed_c10d._world.pg_map:
+            distributed_c10d._world.pg_map[group] = (dist.Backend(dist.Backend.GLOO), store)
+        return group, store
+
+    distributed_c10d._new_process_group_helper = new_process_group_helper
     distributed_c10d._world = _RankRegistries(distributed_c10d._world)  # type: ignore[assignment]
     distributed_c10d._register_process_group = register_process_group  # type: ignore[assignment]
     distributed_c10d._unregister_process_group = unregister_process_group  # type: ignore[assignment]

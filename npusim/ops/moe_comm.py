@@ -1,0 +1,406 @@
+"""Operators that compute and communicate in one kernel (MC2): expert dispatch and combine, products with a collective.
+
+They use the communicator whose name they are given, and wait for its other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npusim.errors import UnmodelledCallError
+from npusim.ops.operator import operator
+from npusim.ops.refusal import refusal
+from npusim.torch_backend.registration import platform
+from npusim.torch_backend.tensors import new_like
+
+_ASSIST_WORDS = 128
+"""int32 words for each received row in what ``combine_v2`` gets back from ``dispatch_v2``."""
+
+
+def meet(group_name: str, rank: int, num_ranks: int, operation: str, payload: Any, finish: Callable[[list[Any]], None]) -> None:
+    """Take the communicator's MC2 memory, wait for its other ranks, and let the last one ``finish`` with all payloads.
+
+    Raises:
+        CollectiveMismatchError: A rank does something else, or never comes.
+    """
+    active = platform()
+    active.hccl_communicator(group_name).operate_mc2()
+    ranks = active.ranks
+    slot = "mc2", ranks.current, group_name
+    number = ranks.attached[slot] = ranks.attached.get(slot, 0) + 1
+    ranks.meet(("mc2", group_name, number), rank, num_ranks, operation, payload, finish)
+
+
+# ---- dispatch
+
+
+def _shares(
+    x: Tensor,
+    expert_ids: Tensor,
+    ep_world_size: int,
+    moe_expert_num: int,
+    *,
+    is_shared_rank: bool,
+    shared_rows: int,
+    num_shared_ranks: int,
+    global_bs: int,
+) -> tuple[int, int]:
+    """This rank's experts, and the rows that it has room for: all that could arrive."""
+    if is_shared_rank:
+        return 1, shared_rows
+    num_experts = moe_expert_num // (ep_world_size - num_shared_ranks)
+    return num_experts, (global_bs or x.shape[0] * ep_world_size) * min(num_experts, expert_ids.shape[1])
+
+
+def _place(ids: Sequence[Tensor], masks: Sequence[Tensor | None], num_experts: int, receiver: int) -> list[list[Tensor]]:
+    """Entries (token * k + choice) that a rank receives, by its experts and then by sender."""
+    received = []
+    for expert in range(receiver * num_experts, (receiver + 1) * num_experts):
+        by_sender = []
+        for chosen, mask in zip(ids, masks, strict=True):
+            hit = chosen == expert
+            if mask is not None:
+                hit &= mask.view(len(chosen), -1)
+            by_sender.append(hit.flatten().nonzero().flatten())
+        received.append(by_sender)
+    return received
+
+
+def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str, Any]) -> None:
+    num_experts, counts_type = payload["num_experts"], payload["counts_type"]
+
+    def finish(payloads: list[dict[str, Any]]) -> None:
+        values = platform().values
+        masked = [p["mask"] is not None for p in payloads]
+        ids = [p["ids"] for p in payloads]
+        masks = [p["mask"] for p in payloads if p["mask"] is not None]
+        num_choices = ids[0].shape[1]
+        sizes = [(p["expand_x"].shape[0], p["assist"].shape[0]) for p in payloads]
+
+        def places(hosts: Sequence[Tensor]) -> list[list[list[Tensor]]]:
+            given = iter(hosts[num_ranks:])
+            host_masks = [next(given) if has else None for has in masked]
+            return [_place(hosts[:num_ranks], host_masks, num_experts, receiver) for receiver in range(num_ranks)]
+
+        def counts(*hosts: Tensor) -> list[Tensor]:
+            results = []
+            for receiver, received in enumerate(places(hosts)):
+                rows = torch.tensor([[len(entries) for entries in by_sender] for by_sender in received])
+                tokens = rows.sum(1)
+                assist = torch.zeros(sizes[receiver][1], dtype=torch.int32)
+                row = 0
+                for by_sender in received:
+                    for sender, entries in enumerate(by_sender):
+                        for entry in entries.tolist():
+                            triple = (sender, entry // num_choices, entry % num_choices)
+                            assist[row * _ASSIST_WORDS : row * _ASSIST_WORDS + 3] = torch.tensor(triple, dtype=torch.int32)
+                            row += 1
+                received_counts = rows.flatten().cumsum(0).int()
+                results += [tokens if counts_type else tokens.cumsum(0), received_counts, assist]
+            return results
+
+        def rows(*hosts: Tensor) -> list[Tensor]:
+            xs = hosts[:num_ranks]
+            results = []
+            for receiver, received in enumerate(places(hosts[num_ranks:])):
+                arrived = [xs[s][entries // num_choices] for by_sender in received for s, entries in enumerate(by_sender)]
+                result = torch.zeros(sizes[receiver][0], xs[0].shape[1], dtype=xs[0].dtype)
+                arrived_rows = torch.cat(arrived)
+                result[: len(arrived_rows)] = arrived_rows
+                results.append(result)
+            return results
+
+        values.update([t for p in payloads for t in (p["counts"], p["received"], p["assist"])], [*ids, *masks], counts)
+        values.update([p["expand_x"] for p in payloads], [p["x"] for p in payloads] + [*ids, *masks], rows)
+
+    meet(group_name, rank, num_ranks, "moe_distribute_dispatch", payload, finish)
+
+
+def _check_shared(num_shared: int, num_shared_ranks: int, ep_world_size: int, ep_rank_id: int) -> None:
+    sizes = f"ep_world_size: {ep_world_size}"
+    if not 0 <= ep_rank_id < ep_world_size:
+        raise refusal(f"ep_rank_id should be in [0, ep_world_size), but got {sizes}, ep_rank_id: {ep_rank_id}. ")
+    if not 0 <= num_shared_ranks < ep_world_size:
+        raise refusal(
+            f"shared_expert_rank_num should be in [0, ep_world_size), but got {sizes}, shared_expert_rank_num: "
+            f"{num_shared_ranks}. "
+        )
+    none = num_shared_ranks == 0 and num_shared in (0, 1)
+    if not (none or (num_shared > 0 and num_shared_ranks // num_shared > 0 and num_shared_ranks % num_shared == 0)):
+        raise refusal(
+            "shared_expert_num and shared_expertrank_num have obvious value situations: 1. shared_expert_num is 1, "
+            "shared_expert_rank_num is 0; 2. shared_expert num is 0, shared_expert_rank_num is 0; 3. shared_expert_num in "
+            "(0, shared_expert_rank_num] and shared_expert_rank_num % shared_expert_num = 0. but the current input value is "
+            f" shared_expert_num: {num_shared}, shared_expert_rank_num: {num_shared_ranks}. "
+        )
+
+
+@operator("npu::npu_moe_distribute_dispatch_v2")
+def npu_moe_distribute_dispatch_v2(
+    x: Tensor,
+    expert_ids: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    *,
+    x_active_mask: Tensor | None = None,
+    expert_scales: Tensor | None = None,
+    elastic_info: Tensor | None = None,
+    tp_world_size: int = 0,
+    expert_shard_type: int = 0,
+    shared_expert_num: int = 1,
+    shared_expert_rank_num: int = 0,
+    quant_mode: int = 0,
+    global_bs: int = 0,
+    expert_token_nums_type: int = 1,
+    y_dtype: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    """Sends each token to its experts' ranks. Results have room for all that could arrive: every token of every rank."""
+    if x.dim() != 2 or expert_ids.dim() != 2:
+        raise refusal("The x and expert_ids should be 2D")
+    _check_shared(shared_expert_num, shared_expert_rank_num, ep_world_size, ep_rank_id)
+    if expert_token_nums_type not in (0, 1):
+        raise refusal("The expert_token_nums_type should be 0 or 1.")
+    if elastic_info is not None or y_dtype is not None or quant_mode not in (0, 1, 2):
+        raise UnmodelledCallError("npu_moe_distribute_dispatch_v2 with elastic_info, y_dtype or quant_mode > 2 is not modelled")
+    is_shared_rank = expert_shard_type == 0 and ep_rank_id < shared_expert_rank_num
+    global_rows = global_bs or x.shape[0] * ep_world_size
+    shared_rows = 0
+    if is_shared_rank:
+        ranks_per_shared = shared_expert_rank_num // shared_expert_num
+        shared_rows = global_rows // ep_world_size * -(-ep_world_size // ranks_per_shared)
+    num_experts, num_rows = _shares(
+        x,
+        expert_ids,
+        ep_world_size,
+        moe_expert_num,
+        is_shared_rank=is_shared_rank,
+        shared_rows=shared_rows,
+        num_shared_ranks=shared_expert_rank_num,
+        global_bs=global_bs,
+    )
+    num_choices = expert_ids.shape[1]
+    num_counts = ep_world_size * num_experts * (2 if tp_world_size == 2 else 1)
+    expand_x = new_like(
+        x, (max(num_rows, num_rows * tp_world_size), x.shape[1]), x.dtype if quant_mode == 0 else torch.int8
+    )
+    dynamic_scales = new_like(x, (num_rows * (tp_world_size or 1),), torch.float32)
+    counts = new_like(x, (num_experts,), torch.int64)
+    received = new_like(x, (num_counts,), torch.int32)
+    tp_received = new_like(x, (tp_world_size,), torch.int32)
+    assist = new_like(x, (max(x.shape[0] * num_choices, num_rows * _ASSIST_WORDS),), torch.int32)
+    expand_scales = new_like(x, (num_rows,), torch.float32)
+    if expert_scales is not None:
+        received = new_like(
+            x, (ep_world_size * num_experts + 2 * global_rows * num_choices * (ep_world_size // 8),), torch.int32
+        )
+    payload = {
+        "x": x,
+        "ids": expert_ids,
+        "mask": x_active_mask,
+        "num_experts": num_experts,
+        "counts_type": expert_token_nums_type,
+        "counts": counts,
+        "received": received[:num_counts],
+        "assist": assist,
+        "expand_x": expand_x,
+    }
+    if shared_expert_rank_num or quant_mode or tp_world_size > 1:
+        meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_dispatch", None, _nothing)
+    else:
+        _exchange_tokens(group_ep, ep_rank_id, ep_world_size, payload)
+    return expand_x, dynamic_scales, assist, counts, received, tp_received, expand_scales
+
+
+def _nothing(payloads: list[Any]) -> None:
+    """Only shapes are modelled."""
+
+
+@operator("npu::npu_moe_distribute_dispatch")
+def npu_moe_distribute_dispatch(
+    x: Tensor,
+    expert_ids: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    *,
+    scales: Tensor | None = None,
+    expert_scales: Tensor | None = None,
+    tp_world_size: int = 0,
+    expert_shard_type: int = 0,
+    shared_expert_rank_num: int = 0,
+    quant_mode: int = 0,
+    global_bs: int = 0,
+    expert_token_nums_type: int = 1,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    """The older form, which gives back the place of each entry; modelled by its shapes."""
+    if x.dim() != 2 or expert_ids.dim() != 2:
+        raise refusal("The x and expert_ids should be 2D")
+    if x.dtype not in (torch.bfloat16, torch.float16) or expert_ids.dtype is not torch.int32:
+        raise refusal("dtype of x should be bfloat16 or half, dtype of expert_ids should be int.")
+    if not 0 <= shared_expert_rank_num < ep_world_size:
+        raise refusal("shared_expert_rank_num should be in [0, ep_world_size)")
+    if expert_token_nums_type not in (0, 1):
+        raise refusal("The expert_token_nums_type should be 0 or 1.")
+    if expert_shard_type == 0:
+        is_shared_rank = ep_rank_id < shared_expert_rank_num
+    else:
+        is_shared_rank = ep_rank_id >= ep_world_size - shared_expert_rank_num
+    global_rows = global_bs or x.shape[0] * ep_world_size
+    num_experts, num_rows = _shares(
+        x,
+        expert_ids,
+        ep_world_size,
+        moe_expert_num,
+        is_shared_rank=is_shared_rank,
+        shared_rows=global_rows // shared_expert_rank_num if is_shared_rank else 0,
+        num_shared_ranks=shared_expert_rank_num,
+        global_bs=global_bs,
+    )
+    num_choices = expert_ids.shape[1]
+    dtype = x.dtype if scales is None and quant_mode == 0 else torch.int8
+    factor = tp_world_size or 1
+    expand_x = new_like(x, (num_rows * factor, x.shape[1]), dtype)
+    dynamic_scales = new_like(x, (num_rows * factor,), torch.float32)
+    expand_idx = new_like(x, (x.shape[0] * num_choices,), torch.int32)
+    counts = new_like(x, (num_experts,), torch.int64)
+    received = new_like(x, (ep_world_size * num_experts * (2 if tp_world_size == 2 else 1),), torch.int32)
+    tp_received = new_like(x, (tp_world_size,), torch.int32)
+    expand_scales = new_like(x, (num_rows,), torch.float32)
+    if expert_scales is not None:
+        received = new_like(
+            x, (ep_world_size * num_experts + 2 * global_rows * num_choices * (ep_world_size // 8),), torch.int32
+        )
+    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_dispatch", None, _nothing)
+    return expand_x, dynamic_scales, expand_idx, counts, received, tp_received, expand_scales
+
+
+# ---- combine
+
+
+def _return_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str, Tensor]) -> None:
+    def finish(payloads: list[dict[str, Tensor]]) -> None:
+        outputs = [p["output"] for p in payloads]
+        sizes = [output.shape for output in outputs]
+        dtype = outputs[0].dtype
+        names = ("x", "assist", "counts", "scales")
+
+        def combine(*hosts: Tensor) -> list[Tensor]:
+            xs, assists, counts, scales = (hosts[i * num_ranks : (i + 1) * num_ranks] for i in range(len(names)))
+            totals = [torch.zeros(size) for size in sizes]
+            for x, assist, count in zip(xs, assists, counts, strict=True):
+                num_rows = int(count.max()) if len(count) else 0
+                triples = assist[: num_rows * _ASSIST_WORDS].view(num_rows, _ASSIST_WORDS)[:, :3].tolist()
+                for row, (sender, token, choice) in enumerate(triples):
+                    totals[sender][token] += x[row].float() * scales[sender][token, choice]
+            return [total.to(dtype) for total in totals]
+
+        platform().values.update(outputs, [p[name] for name in names for p in payloads], combine)
+
+    meet(group_name, rank, num_ranks, "moe_distribute_combine", payload, finish)
+
+
+@operator("npu::npu_moe_distribute_combine_v2")
+def npu_moe_distribute_combine_v2(
+    expand_x: Tensor,
+    expert_ids: Tensor,
+    assist_info_for_combine: Tensor,
+    ep_send_counts: Tensor,
+    expert_scales: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    *,
+    shared_expert_x: Tensor | None = None,
+    shared_expert_rank_num: int = 0,
+    tp_world_size: int = 0,
+    **_: Any,
+) -> Tensor:
+    """Sends rows back; each token's sum, weighted."""
+    if expand_x.dim() != 2 or expert_ids.dim() != 2:
+        raise refusal("The x and expert_ids should be 2D")
+    names = {torch.int64: "Long", torch.float64: "Double", torch.float32: "Float", torch.int8: "Char", torch.float16: "Half"}
+    if expand_x.dtype not in (torch.bfloat16, torch.float16, torch.int32):
+        found = names.get(expand_x.dtype, str(expand_x.dtype))
+        raise refusal(f"dtype of expand_x should be BFloat16, Float16 or Int, but got {found}")
+    if expert_ids.dtype is not torch.int32:
+        raise refusal(f"dtype of expert_ids should be Int, but got {names.get(expert_ids.dtype, str(expert_ids.dtype))}")
+    dtype = torch.bfloat16 if expand_x.dtype is torch.int32 else expand_x.dtype
+    output = new_like(expert_ids, (expert_ids.shape[0], expand_x.shape[1]), dtype)
+    if shared_expert_rank_num or shared_expert_x is not None or tp_world_size > 1:
+        meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine", None, _nothing)
+    else:
+        num_counts = moe_expert_num
+        payload = {
+            "x": expand_x,
+            "assist": assist_info_for_combine,
+            "counts": ep_send_counts[:num_counts],
+            "scales": expert_scales,
+            "output": output,
+        }
+        _return_tokens(group_ep, ep_rank_id, ep_world_size, payload)
+    return output
+
+
+@operator("npu::npu_moe_distribute_combine")
+def npu_moe_distribute_combine(
+    expand_x: Tensor,
+    expert_ids: Tensor,
+    expand_idx: Tensor,
+    ep_send_counts: Tensor,
+    expert_scales: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    **_: Any,
+) -> Tensor:
+    """The older form; modelled by its shapes."""
+    _check_combine(expand_x, expert_ids)
+    dtype = torch.bfloat16 if expand_x.dtype is torch.int32 else expand_x.dtype
+    output = new_like(expert_ids, (expert_ids.shape[0], expand_x.shape[1]), dtype)
+    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine", None, _nothing)
+    return output
+
+
+def _check_combine(expand_x: Tensor, expert_ids: Tensor) -> None:
+    if expand_x.dim() != 2 or expert_ids.dim() != 2:
+        raise refusal("The x and expert_ids should be 2D")
+    types = (torch.bfloat16, torch.float16, torch.int32)
+    if expand_x.dtype not in types or expert_ids.dtype is not torch.int32:
+        raise refusal("dtype of x should be bfloat16, float16 or int, dtype of expert_ids should be int.")
+
+
+@operator("npu::npu_moe_distribute_combine_add_rms_norm")
+def npu_moe_distribute_combine_add_rms_norm(
+    expand_x: Tensor,
+    expert_ids: Tensor,
+    expand_idx: Tensor,
+    ep_send_counts: Tensor,
+    expert_scales: Tensor,
+    residual_x: Tensor,
+    gamma: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine, residual sum and norm; modelled by its shapes."""
+    _check_combine(expand_x, expert_ids)
+    rows, width = expert_ids.shape[0], expand_x.shape[1]
+    dtype = torch.bfloat16 if expand_x.dtype is torch.int32 else expand_x.dtype
+    y = new_like(expert_ids, (rows, 1, width), dtype)
+    rstd = new_like(expert_ids, (rows, 1, 1), torch.float32)
+    total = new_like(expert_ids, (rows, 1, width), dtype)
+    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine_add_rms_norm", None, _nothing)
+    return y, rstd, total

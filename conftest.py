@@ -76,3 +76,11 @@ def npu_world(request: pytest.FixtureRequest) -> Iterator[object]:
     settings = {"environment": {}} | (marker.kwargs if marker is not None else {})
     with SimWorld(**settings) as world:
         yield world
+
+
+@pytest.fixture
+def npu_device(npu_world: object) -> object:
+    """The device under test, as torch names it."""
+    import torch
+
+    return torch.device("npu", 0)

@@ -86,7 +86,7 @@ def test_peak_activation_after_the_fix_is_the_dummy_sampler_run(start_scenario):
 
 def test_same_model_on_a2_has_no_expert_exchange(start_scenario):
     """Scenario 2: all-gather instead of all-to-all, so the peak is 0.725 GiB and neither ep nor mc2 takes buffers."""
-    a2 = {"total_memory_bytes": 65452113920, "free_memory_bytes": None, "device_profile": "a2-64g"}
+    a2 = {"total_memory_bytes": 65452113920, "free_memory_bytes": 65068760000, "device_profile": "a2-64g"}
     before, after = (start_scenario(SEED, policy, **a2) for policy in ("runnable", "skip"))
     assert before.ranks[0].peak_activation_bytes / (1 << 30) == pytest.approx(0.7253, abs=0.0005)
     for result in (before, after):
@@ -126,10 +126,10 @@ def test_decode_only_profiles_the_model_under_either_policy(start_scenario):
 
 
 def test_poorest_rank_decides(start_scenario):
-    """Scenario 9: less free memory on one rank, at equal requests, still means the same number of blocks for both."""
-    poor = {"other_processes": [{"name": "neighbour", "memory_bytes": 2 * MIB, "rank": 1}]}
-    total = {"total_memory_bytes": [65787658240, 65787658240 - 1024 * MIB], "free_memory_bytes": None}
-    result = start_scenario(SEED, "skip", **total, **poor)
+    """Scenario 9: a smaller card on one rank means as many blocks for both as it can hold."""
+    total = 65787658240
+    memory = {"total_memory_bytes": [total, total - 1024 * MIB], "free_memory_bytes": [65383120896, 65383120896 - 1024 * MIB]}
+    result = start_scenario(SEED, "skip", **memory)
     rich, limiting = result.ranks
     assert result.limiting_rank is limiting
     assert rich.available_kv_cache_bytes - limiting.available_kv_cache_bytes == pytest.approx(0.95 * 1024 * MIB, abs=2)
@@ -138,12 +138,35 @@ def test_poorest_rank_decides(start_scenario):
 
 def test_neighbour_that_was_there_before_costs_nothing_more(start_scenario):
     """Scenario 8: only what is taken after the first snapshot counts."""
-    alone = start_scenario(SEED, "skip", free_memory_bytes=None)
+    alone = start_scenario(SEED, "skip")
     shared = start_scenario(
-        SEED, "skip", free_memory_bytes=None, other_processes=[{"name": "first instance", "memory_bytes": 2048 * MIB}]
+        SEED,
+        "skip",
+        free_memory_bytes=65383120896 - 2048 * MIB,
+        other_processes=[{"name": "first instance", "memory_bytes": 2048 * MIB}],
     )
+    assert owned(shared, "other process") == 2048 * MIB
     assert shared.ranks[0].free_memory_at_start_bytes == alone.ranks[0].free_memory_at_start_bytes - 2048 * MIB
     assert shared.ranks[0].available_kv_cache_bytes == alone.ranks[0].available_kv_cache_bytes
+
+
+@pytest.mark.npu_settings(other_processes={"neighbour": 4096 * MIB})
+def test_profiling_refuses_when_a_neighbour_leaves_meanwhile(npu_world):
+    """Scenario 8: memory that others give back during profiling would count as the instance's own; upstream asserts."""
+    import torch.distributed as dist
+
+    from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
+    from xlite_runner.scenario import load_scenario
+    from xlite_runner.worker import XliteWorker
+
+    scenario = load_scenario(EXAMPLES / "tiny.toml")
+    config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
+    worker = XliteWorker(config, 0, 0, dist.HashStore(), ProfilePolicy.SKIP)
+    worker.init_device()
+    worker.load_model()
+    npu_world.cards[0].other_processes["neighbour"].resize(0)
+    with pytest.raises(AssertionError, match=r"^Error in memory profiling\. Initial free memory [\d.]+ GiB, current free"):
+        worker.determine_available_memory()
 
 
 def test_ledger_is_all_of_the_used_memory(start_scenario):

@@ -12,6 +12,7 @@ import torch
 from torch.utils import backend_registration
 
 from npusim.errors import WorldError
+from npusim.torch_backend.shells import Shells
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,7 @@ class _Process:
     platform: Platform | None = None
     libraries: dict[str, torch.library.Library] = {}  # noqa: RUF012
     kernels: list[tuple[str, str, Callable[..., Any], str | None]] = []  # noqa: RUF012
+    shells = Shells()
     registered = False
 
 
@@ -58,6 +60,11 @@ def platform() -> Platform:
 def has_platform() -> bool:
     """Whether a world is active."""
     return _Process.platform is not None
+
+
+def shells() -> Shells:
+    """What makes tensors, in all worlds."""
+    return _Process.shells
 
 
 def activate(world: Platform) -> None:

@@ -110,7 +110,7 @@ class _Mould:
 
 
 class Shells:
-    """Makes tensors on simulated devices, of any type."""
+    """Makes tensors on simulated devices, of any type. It knows no world, so one serves them all."""
 
     def __init__(self) -> None:
         self._moulds: dict[tuple[int, torch.dtype], _Mould] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from npusim.errors import WorldError
-from npusim.torch_backend.shells import Shells
+from npusim.torch_backend.registration import shells
 
 if TYPE_CHECKING:
     from npusim.torch_backend.runtime import DeviceRuntime
@@ -45,7 +45,7 @@ class StorageTable:
 
     def __init__(self) -> None:
         self._records: dict[int, StorageRecord] = {}
-        self._shells = Shells()
+        self._shells = shells()
 
     def __len__(self) -> int:
         return len(self._records)

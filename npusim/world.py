@@ -14,7 +14,7 @@ from npusim.device.event_log import EventLog
 from npusim.device.profile import DeviceProfile, load_profile
 from npusim.errors import UnmodelledCallError, WorldError
 from npusim.hccl.communicator import DEFAULT_BUFFER_MB, Communicator, HcclSettings
-from npusim.hccl.ranks import Ranks
+from npusim.hccl.ranks import LoneRank, Ranks
 from npusim.memory.config import AllocatorConfig
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.storage import StorageTable
@@ -42,6 +42,8 @@ class SimWorld:
         free_bytes: Free at the start on each device; likewise.
         other_processes: Bytes held by other processes, by name; the same on every device, or one mapping per device.
         keep_events: Keep the event log's events, not only their hash.
+        lone_rank: Only this rank runs, on the device of its number; in collectives the others do as it does. Default: all
+            ranks run, by :meth:`run_ranks`.
 
     Raises:
         ProfileError: The profile is unknown or broken.
@@ -62,13 +64,14 @@ class SimWorld:
         free_bytes: int | Sequence[int | None] | None = None,
         other_processes: Mapping[str, int] | Sequence[Mapping[str, int]] = (),
         keep_events: bool = False,
+        lone_rank: int | None = None,
     ) -> None:
         self.profile = load_profile(profile) if isinstance(profile, str) else profile
         self.environment = dict(os.environ if environment is None else environment)
         self.xlite_version = xlite_version
         self.event_log = EventLog(keep=keep_events)
         self.clock = simpy.Environment()
-        self.ranks = Ranks()
+        self.ranks = Ranks() if lone_rank is None else LoneRank(lone_rank)
         self.storages = StorageTable()
         self.values: Values = RealValues(self.storages) if values == "real" else ShapeValues(self.storages)
         totals = _per_device("total_bytes", total_bytes, num_devices)

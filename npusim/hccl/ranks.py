@@ -1,4 +1,7 @@
-"""Several ranks in one process: one thread each, of which exactly one runs, in an order that never changes."""
+"""Several ranks in one process: one thread each, of which exactly one runs, in an order that never changes.
+
+Or one rank alone, whose peers are taken to do as it does.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +84,11 @@ class Ranks:
         num_ranks: int,
         operation: Hashable,
         payload: P,
-        finish: Callable[[list[P]], None],
+        finish: Callable[[list[P], Sequence[int]], None],
     ) -> None:
-        """Wait until all ranks of a group are here; the last one calls ``finish`` with all payloads, by group rank.
+        """Wait until all ranks of a group are here; the last one calls ``finish``.
+
+        It gets all payloads, by group rank, and the group ranks that are to have their results.
 
         Args:
             group: Identifies the group and how many collectives it has run.
@@ -97,7 +102,7 @@ class Ranks:
             CollectiveMismatchError: The ranks do different things, or one will never come.
         """
         if num_ranks == 1:
-            finish([payload])
+            finish([payload], [group_rank])
             return
         if not self._ranks:
             raise CollectiveMismatchError(
@@ -112,7 +117,7 @@ class Ranks:
         if len(meeting.payloads) == num_ranks:
             del self._meetings[group]
             meeting.is_over = True
-            finish([meeting.payloads[index] for index in range(num_ranks)])
+            finish([meeting.payloads[index] for index in range(num_ranks)], range(num_ranks))
             return
         me = self._ranks[self.current]
         me.waits_for = meeting
@@ -153,3 +158,44 @@ class Ranks:
             assert error is not None
             error.add_note(f"raised on rank {index} of {len(self._ranks)}")
             raise error
+
+
+class LoneRank(Ranks):
+    """One rank of several: whatever it does in a collective, its peers are taken to do at the same time with the same tensors.
+
+    That is what tensor-parallel ranks with equal seeds and equal inputs do, as far as sizes and integer data go.
+
+    Args:
+        rank: The rank that runs.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    @property
+    def current(self) -> int:
+        """The rank that runs."""
+        return self._rank
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """There are no other ranks to run.
+
+        Raises:
+            WorldError: More than one function is given.
+        """
+        if len(functions) != 1:
+            raise WorldError(f"this world has only rank {self._rank}, got {len(functions)} functions to run as ranks")
+        return [functions[0]()]
+
+    def meet(
+        self,
+        group: Hashable,  # noqa: ARG002
+        group_rank: int,
+        num_ranks: int,
+        operation: Hashable,  # noqa: ARG002
+        payload: P,
+        finish: Callable[[list[P], Sequence[int]], None],
+    ) -> None:
+        """Finish at once, with the caller's payload in every rank's place."""
+        finish([payload] * num_ranks, [group_rank])

@@ -128,7 +128,7 @@ class CachingAllocator(RequestPath):
         Raises:
             ValueError: See :func:`npusim.memory.config.change_allocator_settings`.
         """
-        self._state.config = change_allocator_settings(text, self._state.config)
+        self._state.config = change_allocator_settings(text, self._state.config, version=self.version.name)
         self._configure()
 
     def set_per_process_memory_fraction(self, fraction: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from npusim.memory.blocks import Block
-from npusim.memory.config import SIZE_MAX
+from npusim.memory.config_parser import SIZE_MAX
 from npusim.memory.expandable import ExpandableSegments
 from npusim.memory.pending import PendingFrees
 from npusim.memory.pools import NO_POOL, BlockPool, PoolId, PrivatePool
@@ -30,8 +30,13 @@ class Reclaimer:
         Args:
             pool_id: Only this private pool, and only if nobody holds it.
             keep_physical: Unmap expandable segments, but keep their physical memory for the pool.
+
+        Raises:
+            RuntimeError: During a capture, in torch_npu 2.10.
         """
         pools = self._state.pools
+        if self._state.version.capture_by_scope and self._state.in_capture:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED, please report a bug to PyTorch. ")
         if pool_id == NO_POOL and not self._state.in_capture:
             self.wait_for_pending()
             self._release_pool(pools.large, keep_physical=keep_physical)

@@ -57,7 +57,7 @@ class Segments:
         pool, owner = free_list.pool, free_list.pool.owner
         state.statistics.num_device_free += 1
         state.history.record_segment("segment_free", block, block.address, block.size)
-        if owner is not None and owner.allocator is not None:
+        if owner is not None and owner.allocator is not None and state.version.pool_allocator_frees:
             owner.allocator.free(block.address, block.size, state.device_index, free_list.stream)
         else:
             state.hbm.free(block.address)

@@ -10,7 +10,7 @@ import torch
 from npusim.torch_backend.registration import kernel, platform
 from npusim.torch_backend.shells import CPU_KEYS
 from npusim.torch_backend.storage import contiguous_stride, span_bytes
-from npusim.torch_backend.tensors import is_simulated, new_like, new_on, runtime_of
+from npusim.torch_backend.tensors import is_simulated, new_on, runtime_of
 
 _as_strided = torch.ops.aten.as_strided.default
 _view = torch.ops.aten.view.default
@@ -190,15 +190,42 @@ def zero(tensor: torch.Tensor) -> torch.Tensor:
 @kernel("aten", "clone")
 def clone(tensor: torch.Tensor, memory_format: torch.memory_format | None = None) -> torch.Tensor:
     """``Tensor.clone``; contiguous unless the original's dense strides are to be preserved."""
+    return _copy_of(tensor, tensor.dtype, tensor.device, memory_format)
+
+
+@kernel("aten", "_to_copy")
+def to_copy(
+    tensor: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> torch.Tensor:
+    """``Tensor.to`` where it copies; a copy to the host is complete at once, so its memory need not be pinned."""
+    del layout, pin_memory, non_blocking
+    return _copy_of(tensor, dtype or tensor.dtype, device or tensor.device, memory_format)
+
+
+def _copy_of(
+    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format | None
+) -> torch.Tensor:
     if memory_format in (None, torch.preserve_format) and not tensor.is_contiguous():
-        stand_in = torch.empty_like(
-            torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-        )
-        result = empty_strided(tensor.size(), stand_in.stride(), tensor.dtype, device=tensor.device)
+        stand_in = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
+        stride = torch.empty_like(stand_in).stride()
     else:
-        result = new_like(tensor)
-    if tensor.numel():
+        stride = contiguous_stride(tuple(tensor.shape))
+    if device.type != "npu":
+        host = torch.empty_strided(tensor.size(), stride, dtype=dtype, device=device)
+        return host.copy_(tensor)
+    result = empty_strided(tensor.size(), stride, dtype, device=device)
+    if not tensor.numel():
+        return result
+    if is_simulated(tensor):
         platform().values.compute((result,), (tensor,), lambda host: host)
+    else:
+        platform().values.write(result, tensor)
     return result
 
 

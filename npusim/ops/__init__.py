@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from importlib import import_module
 
-FAMILIES = ("activation", "elementwise", "grouped_matmul", "matmul", "moe_comm", "moe_routing", "norm", "rope")
+FAMILIES = (
+    "activation",
+    "elementwise",
+    "grouped_matmul",
+    "matmul",
+    "moe_comm",
+    "moe_routing",
+    "norm",
+    "random",
+    "reduction",
+    "rope",
+    "sampling",
+)
 
 
 def declare_all() -> None:

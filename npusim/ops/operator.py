@@ -28,6 +28,9 @@ from npusim.torch_backend.registration import kernel, platform
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.tensors import new_on
 
+IN_BODY: Any = object()
+"""As ``computes``: the function that allocates also attaches the values."""
+
 SYSTEM_WORKSPACE_BYTES = 16 << 20
 """Workspace of a kernel that uses cube and vector cores on A2/A3, on top of the user's part. Grade: exact; source: the
 tiling code of vllm-ascend's own operators (csrc)."""
@@ -157,7 +160,9 @@ def operator(
     arguments = (_aten(unqualified)._schema if schema is None else torch._C.parse_schema(schema)).arguments
     parameters = tuple(argument.name for argument in arguments)
     computation = computes
-    if computation is None and namespace == "aten":
+    if computes is IN_BODY:
+        computation = None
+    elif computation is None and namespace == "aten":
         computation = _HostKernel(unqualified, tuple(parameters.index(argument) for argument in writes))
 
     def declare(allocate: Callable[..., Any]) -> Operator:

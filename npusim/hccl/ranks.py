@@ -117,7 +117,9 @@ class Ranks:
         if len(meeting.payloads) == num_ranks:
             del self._meetings[group]
             meeting.is_over = True
-            finish([meeting.payloads[index] for index in range(num_ranks)], range(num_ranks))
+            payloads = [meeting.payloads[index] for index in range(num_ranks)]
+            meeting.payloads.clear()  # ranks that still wait hold the meeting, and must not hold others' tensors
+            finish(payloads, range(num_ranks))
             return
         me = self._ranks[self.current]
         me.waits_for = meeting

@@ -1,7 +1,7 @@
 """Reads ``PYTORCH_NPU_ALLOC_CONF`` as torch_npu does: which values it accepts, and what it answers to others.
 
-Sources: c10/core/AllocatorConfig.h of torch 2.13.0 and NPUAllocatorConfig.cpp of torch_npu, 9e73e708 for 2.13 and 5dd8ef3f
-for 2.10. The line with date, process and error code that torch_npu appends to some texts is left out
+Sources: c10/core/AllocatorConfig.h of torch 2.13.0 and NPUAllocatorConfig.cpp of torch_npu, 9e73e708 for 2.13 and
+5dd8ef3f for 2.10. The line with date, process and error code that torch_npu appends to some texts is left out
 (``TORCH_NPU_COMPACT_ERROR_OUTPUT=1``).
 """
 
@@ -32,8 +32,8 @@ _OUT_OF_BOUNDS: Final = (
 def parse_2_13(text: str, values: Values, settable: Collection[str] | None) -> None:
     """Enter the settings of a string into ``values`` by the rules of torch_npu 2.13.
 
-    All keys are checked first; then torch core reads its options and torch_npu the others. A wrong token between two pairs
-    goes unnoticed.
+    All keys are checked first; then torch core reads its options and torch_npu the others. A wrong token between two
+    pairs goes unnoticed.
 
     Args:
         text: The string.

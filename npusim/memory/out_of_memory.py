@@ -87,9 +87,8 @@ def _remedies(
 ) -> list[str]:
     remedies = []
     ledger = state.hbm.ledger
-    reserved_bytes = state.statistics.total_reserved_bytes
-    if state.allowed_bytes is not None and reserved_bytes + device_bytes > state.allowed_bytes:
-        needed_bytes = reserved_bytes + device_bytes
+    needed_bytes = state.statistics.total_reserved_bytes + device_bytes
+    if state.allowed_bytes is not None and state.allowed_bytes < needed_bytes <= state.hbm.total_bytes:
         remedies.append(f"a memory fraction of at least {needed_bytes / state.hbm.total_bytes:.4f}")
     missing_bytes = device_bytes - ledger.free_bytes
     if missing_bytes > 0:
@@ -97,8 +96,11 @@ def _remedies(
         other_bytes = ledger.bytes_by_owner().get(Owner.OTHER_PROCESS, 0)
         if other_bytes >= missing_bytes:
             remedies.append(f"the end of the other processes on the card, which hold {other_bytes} bytes")
-    if not state.config.expandable_segments and cached_bytes + ledger.free_bytes >= size:
-        remedies.append("expandable_segments:True, since free memory lies in pieces that only it can join")
+    room_bytes = ledger.free_bytes
+    if state.allowed_bytes is not None:
+        room_bytes = min(room_bytes, state.allowed_bytes - state.statistics.total_reserved_bytes)
+    if not state.config.expandable_segments and 0 < size - room_bytes <= cached_bytes:
+        remedies.append("expandable_segments:True, since the free pieces would suffice together")
     pending_bytes = sum(block.size for block in blocks if block.state == PENDING)
     if pending_bytes:
         remedies.append(f"an earlier end of the streams that still use {pending_bytes} freed bytes")

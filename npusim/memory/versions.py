@@ -14,8 +14,8 @@ class AllocatorVersion:
         name: The release.
         reads_torch_conf: ``PYTORCH_ALLOC_CONF`` counts too.
         extra_counters: ``memory_stats`` has num_sync_all_streams, num_device_alloc and _free, num_oom_rejections.
-        capture_by_scope: Any open pool scope counts as a graph capture: events wait, a full device is not tried again, and
-            giving cached memory back is an error.
+        capture_by_scope: Any open pool scope counts as a graph capture: events wait, a full device is not tried again,
+            and giving cached memory back is an error.
         innermost_scope_first: Of several open scopes that match, the one opened last gets the request.
         pool_allocator_frees: Segments made by a ``MemPool``'s own allocator go back to it, not to the device.
         pool_id_in_traces: Trace entries have a ``pool_id``.

@@ -56,9 +56,14 @@ def start(
 
 
 def build_world(
-    scenario: Scenario, config: RunnerConfig, policy: ProfilePolicy, profile: DeviceProfile | None = None
+    scenario: Scenario,
+    config: RunnerConfig,
+    policy: ProfilePolicy,
+    profile: DeviceProfile | None = None,
+    *,
+    lone_rank: int | None = None,
 ) -> SimWorld:
-    """The simulated devices that a scenario describes, one per rank."""
+    """The simulated devices that a scenario describes, one per rank; with ``lone_rank`` only that rank will run."""
     from npusim.device.profile import load_profile
     from npusim.world import SimWorld
 
@@ -73,6 +78,7 @@ def build_world(
         other_processes=[
             {process.name: process.memory_bytes for process in scenario.other_processes_of(rank)} for rank in ranks
         ],
+        lone_rank=lone_rank,
     )
 
 

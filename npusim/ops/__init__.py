@@ -8,6 +8,7 @@ FAMILIES = (
     "activation",
     "elementwise",
     "grouped_matmul",
+    "indexing",
     "matmul",
     "moe_comm",
     "moe_routing",
@@ -20,8 +21,17 @@ FAMILIES = (
 
 
 def declare_all() -> None:
-    """Import every family, so that its operators are declared."""
+    """Import every family, so that its operators are declared; of vllm-ascend's own operators define the others, too.
+
+    Vendor code registers meta kernels for some of those. Called on a device, they raise.
+    """
     import npusim.torch_backend.factories  # noqa: F401 - declares kernels
+    from npusim.ops.operator import schemas
+    from npusim.torch_backend.registration import define, has_kernel
 
     for family in FAMILIES:
         import_module(f"npusim.ops.{family}")
+    for name, schema in schemas().items():
+        namespace, _, unqualified = name.partition("::")
+        if namespace == "_C_ascend" and not has_kernel(namespace, unqualified):
+            define(namespace, schema.partition("::")[2])

@@ -99,12 +99,27 @@ def kernel(namespace: str, name: str, schema: str | None = None) -> Callable[[Ca
     return declare
 
 
+def has_kernel(namespace: str, name: str) -> bool:
+    """Whether a kernel was declared for an operator."""
+    return any((namespace, name) == known[:2] for known in _Process.kernels)
+
+
+def define(namespace: str, schema: str) -> None:
+    """Define an operator without a kernel, so that on device ``npu`` the fallback gets it."""
+    _library(namespace).define(schema)
+
+
+def _library(namespace: str) -> torch.library.Library:
+    library = _Process.libraries.get(namespace)
+    if library is None:
+        library = torch.library.Library(namespace, "IMPL" if namespace == "aten" else "FRAGMENT")
+        _Process.libraries[namespace] = library
+    return library
+
+
 def _hand_over() -> None:
     for namespace, name, function, schema in _Process.kernels:
-        library = _Process.libraries.get(namespace)
-        if library is None:
-            library = torch.library.Library(namespace, "IMPL" if namespace == "aten" else "FRAGMENT")
-            _Process.libraries[namespace] = library
+        library = _library(namespace)
         if schema is not None:
             library.define(schema)
         library.impl(name, function, "PrivateUse1")

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+ASCEND_EXTENSION = "vllm_ascend.vllm_ascend_C"
+"""vllm-ascend's compiled extension, which lies inside an installed package and needs the real torch_npu."""
+
+
+class _AscendExtensionFinder(MetaPathFinder):
+    """Finds the double of the extension before the installed package's own file."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        del path, target
+        if fullname != ASCEND_EXTENSION:
+            return None
+        return spec_from_file_location(fullname, Path(__file__).with_name("vllm_ascend_C.py"))
 
 
 def bind(npu_module: ModuleType) -> None:
@@ -22,3 +41,4 @@ def bind(npu_module: ModuleType) -> None:
     ops.declare_all()
     registration.register(npu_module, fallback)
     process_group.register_backend()
+    sys.meta_path.insert(0, _AscendExtensionFinder())

@@ -8,13 +8,16 @@ import torch
 
 from npusim.errors import UnmodelledNameError
 from npusim.vendor.bindings import bind
-from torch_npu import _C, npu
+from torch_npu import _C, npu, op_plugin, profiler
 from torch_npu.format import Format, get_npu_format, npu_format_cast
 
-__all__ = ["_C", "Format", "get_npu_format", "npu", "npu_format_cast"]
+__all__ = ["_C", "Format", "get_npu_format", "npu", "npu_format_cast", "op_plugin", "profiler"]
 __version__ = "2.13.0"
 
 bind(npu)
+
+# Numbers of types that torch itself does not have. Exact: op-plugin 517f2e7d, aclDataType plus 256.
+hifloat8, float8_e5m2, float8_e4m3fn, float8_e8m0fnu, float4_e2m1fn_x2, float4_e1m2fn_x2 = 290, 291, 292, 293, 296, 297
 
 
 def __getattr__(name: str) -> Any:

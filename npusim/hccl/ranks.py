@@ -51,6 +51,11 @@ class Ranks:
         """The calling thread's rank; 0 outside :meth:`run`."""
         return getattr(self._local, "rank", 0)
 
+    @property
+    def are_several(self) -> bool:
+        """Whether other ranks run, too, so that the calling one stands for a process of its own."""
+        return len(self._ranks) > 1
+
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run ``functions[rank]`` for all ranks and return what each returned.
 
@@ -179,6 +184,11 @@ class LoneRank(Ranks):
     def current(self) -> int:
         """The rank that runs."""
         return self._rank
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the rank stands for one of several processes: always."""
+        return True
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """There are no other ranks to run.

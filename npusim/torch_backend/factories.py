@@ -149,6 +149,7 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     del non_blocking
     values = platform().values
     if not is_simulated(target):
+        runtime_of(source.device).refuse_in_capture("a copy to the host")
         target.copy_(values.read(source))
     elif not is_simulated(source):
         values.write(target, source.expand(target.shape))
@@ -169,6 +170,7 @@ def copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Te
 @kernel("aten", "_local_scalar_dense")
 def local_scalar_dense(tensor: torch.Tensor) -> bool | int | float | complex:
     """``Tensor.item``."""
+    runtime_of(tensor.device).refuse_in_capture("Tensor.item")
     number: bool | int | float | complex = platform().values.read(tensor).item()
     return number
 
@@ -232,6 +234,8 @@ def _copy_of(
 @kernel("aten", "record_stream")
 def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     """``Tensor.record_stream``: the memory is not reused before that stream is done."""
-    record = platform().storages.of(tensor)
+    active = platform()
+    record = active.storages.of(tensor)
     if record.address:
-        record.device.allocator.record_stream(record.address, stream.stream_id)
+        handle = active.runtimes[stream.device_index].streams.handle_of(stream.stream_id)
+        record.device.allocator.record_stream(record.address, handle)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import struct
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from npusim.device.streams import StreamEvent
-from npusim.errors import WorldError
 from npusim.hccl.communicator import Communicator, HcclRuntime, HcclSettings
 from npusim.memory.caching_allocator import CachingAllocator
 from npusim.memory.rounding import pad_bytes
 from npusim.memory.workspace import WorkspaceAllocator
+from npusim.torch_backend.stream_pool import StreamPool
+from npusim.torch_backend.vendor_errors import vendor_error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from npusim.device.card import Card
     from npusim.hccl.ranks import Ranks
@@ -43,6 +45,14 @@ class Platform(Protocol):
     def ranks(self) -> Ranks:
         """The ranks of this process."""
 
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The environment variables that vendor software reads."""
+
+    @property
+    def xlite_version(self) -> str:
+        """The release of xlite that is imitated."""
+
     def current_device(self) -> int:
         """Index of the calling rank's current device."""
 
@@ -60,12 +70,25 @@ class RandomState:
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.offset = 0
+        self.manual_seed(seed)
 
     def manual_seed(self, seed: int) -> None:
-        """Start over from ``seed``."""
-        self.seed, self.offset = seed, 0
+        """Start over from ``seed``, of which 64 bits count."""
+        self.seed, self.offset = seed % (1 << 64), 0
+
+    def get_state(self) -> torch.Tensor:
+        """Seed and offset as 16 bytes on the host, the layout of torch_npu."""
+        return torch.frombuffer(bytearray(struct.pack("<QQ", self.seed, self.offset)), dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go on from what :meth:`get_state` gave.
+
+        Raises:
+            RuntimeError: It is no such state.
+        """
+        if state.dtype != torch.uint8 or state.device.type != "cpu" or state.shape != (16,):
+            raise RuntimeError(f"RNG state must be a torch.ByteTensor of 16 elements on the host, got {state.type()}{list(state.shape)}")
+        self.seed, self.offset = struct.unpack("<QQ", state.numpy().tobytes())
 
     def advance(self) -> tuple[int, int]:
         """The (seed, offset) of one draw; the next one gets another."""
@@ -100,9 +123,9 @@ class DeviceRuntime:
         self.random = RandomState(seed)
         self.hccl = HcclRuntime(card, hccl)
         self.communicators: dict[str, Communicator] = {}
+        self.streams = StreamPool(card.streams)
         self._stream = card.default_stream
         self._capturing: int | None = None
-        self._capture_stream: int | None = None
         self._num_pools = {"user": 0, "capture": 0}
         self.workspaces = WorkspaceAllocator(
             card.hbm, self, device_index=card.index, out_of_memory_error=torch.OutOfMemoryError
@@ -149,12 +172,27 @@ class DeviceRuntime:
         """Wait, in virtual time, until every stream is idle."""
         self.card.streams.synchronize_device()
 
+    def refuse_in_capture(self, call: str) -> None:
+        """Called where the host waits for the device, which a capture does not allow.
+
+        Raises:
+            RuntimeError: The current stream is being captured. Grade of the text: assumed.
+        """
+        if self._capturing is not None and self.is_current_stream_capturing():
+            raise RuntimeError(f"Cannot call {call} during NPU graph capture.")
+
     def is_current_stream_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return self._capturing is not None and self._capturing == self._stream
 
     def begin_capture(self, stream: int) -> None:
-        """Operators on ``stream`` are captured from now on."""
+        """Operators on ``stream`` are captured from now on.
+
+        Raises:
+            RuntimeError: Another capture is going on. Grade of the text: assumed.
+        """
+        if self._capturing is not None:
+            raise RuntimeError("Cannot begin an NPU graph capture during another one.")
         self._capturing = stream
         self.allocator.mark_capture_begin()
 
@@ -163,11 +201,10 @@ class DeviceRuntime:
         self._capturing = None
         self.allocator.mark_capture_end()
 
-    def capture_stream(self) -> int:
-        """The stream that graphs are captured on if the caller names none; one for all captures, as in torch."""
-        if self._capture_stream is None:
-            self._capture_stream = self.card.streams.create()
-        return self._capture_stream
+    @cached_property
+    def capture_stream_id(self) -> int:
+        """The stream that graphs are captured on if the caller names none; one for all captures, as in torch_npu."""
+        return self.streams.take()
 
     def new_pool_id(self, *, user: bool) -> tuple[int, int]:
         """An id for a private memory pool: ``(0, n)`` for a user's pool, ``(n, 0)`` for a capture without one."""
@@ -181,7 +218,7 @@ def device_index(platform: Platform, device: torch.device | int | str | None) ->
     """The index a device argument means; no index means the current device.
 
     Raises:
-        WorldError: It names a device that this world does not have.
+        RuntimeError: It names a device that this world does not have; in torch_npu's words.
     """
     if device is None:
         return platform.current_device()
@@ -189,5 +226,11 @@ def device_index(platform: Platform, device: torch.device | int | str | None) ->
     if index is None:
         return platform.current_device()
     if not 0 <= index < len(platform.runtimes):
-        raise WorldError(f"device npu:{index} does not exist; this world has {len(platform.runtimes)} device(s)")
+        error = vendor_error(
+            RuntimeError,
+            "NPU function error: c10_npu::SetDevice(device), error code is 107001",
+            "ERR00100 PTA call acl api failed\n[Error]: Invalid device ID.\n        Check whether the device ID is valid.",
+        )
+        error.add_note(f"device npu:{index} does not exist; this world has {len(platform.runtimes)} device(s)")
+        raise error
     return index

@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from npusim.device.ledger import Owner
 from npusim.errors import UnmodelledCallError
+from npusim.memory.pools import PoolId
 from npusim.torch_backend.registration import platform
-from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.values import RealValues
+from torch_npu.npu.devices import runtime_of, synchronize
 from torch_npu.npu.memory import empty_cache
-from torch_npu.npu.streams import Stream
-from torch_npu.npu.streams import stream as on_stream
-
-PoolId = tuple[int, int]
-
-
-def _runtime() -> DeviceRuntime:
-    active = platform()
-    return active.runtimes[active.current_device()]
+from torch_npu.npu.streams import Stream, StreamContext
 
 
 def graph_pool_handle() -> PoolId:
     """An id for a memory pool that several graphs share."""
-    return _runtime().new_pool_id(user=True)
+    return runtime_of(None).new_pool_id(user=True)
 
 
 def is_current_stream_capturing() -> bool:
     """Whether operators on the current stream are captured."""
-    return _runtime().is_current_stream_capturing()
+    return runtime_of(None).is_current_stream_capturing()
 
 
 class NPUGraph:
-    """One captured graph; what was allocated during capture stays in its pool until :meth:`reset`."""
+    """One captured graph; what was allocated during capture stays in its pool until :meth:`reset` or the graph's end."""
 
     def __init__(self) -> None:
-        self._runtime = _runtime()
+        self._runtime = runtime_of(None)
         self._pool: PoolId | None = None
-        self._is_capturing = False
+        self._capture_stream: int | None = None
         self._holding: int | None = None
 
     def capture_begin(self, pool: PoolId | None = None, capture_error_mode: str = "global") -> None:
         """Capture the current stream from now on.
 
         Raises:
-            RuntimeError: On the default stream, with ``TASK_QUEUE_ENABLE=2``, or if this graph was captured before.
+            RuntimeError: On the default stream, with ``TASK_QUEUE_ENABLE=2``, during another capture, or if this graph was
+                captured before.
         """
         del capture_error_mode
         runtime = self._runtime
@@ -55,27 +48,31 @@ class NPUGraph:
                 "Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture, please export TASK_QUEUE_ENABLE=1/0."
             )
         if self._pool is not None:
-            raise RuntimeError("This NPUGraph instance already owns a captured graph.")
+            raise RuntimeError(
+                "This NPUGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+            )
         stream = runtime.current_stream()
         if stream == runtime.card.default_stream:
             raise RuntimeError(
                 "NPU graphs must be captured on a non-default stream. "
                 "(However, after capture, it's ok to replay them on the default stream.)"
             )
-        self._pool = runtime.new_pool_id(user=False) if pool is None else pool
-        runtime.allocator.begin_allocate_to_pool(self._pool, lambda other: other == stream)
         runtime.begin_capture(stream)
-        self._is_capturing = True
+        self._pool = runtime.new_pool_id(user=False) if pool is None else pool
+        self._capture_stream = stream
+        runtime.allocator.begin_allocate_to_pool(self._pool, lambda other: other == stream)
 
     def capture_end(self) -> None:
         """End the capture; the graph itself takes device memory.
 
         Raises:
-            RuntimeError: No capture is going on.
+            RuntimeError: No capture of this graph is going on, or it is another stream that is captured.
         """
-        if not self._is_capturing or self._pool is None:
-            raise RuntimeError("capture_end was called without a capture")
-        self._is_capturing = False
+        if self._pool is None or self._capture_stream is None:
+            raise RuntimeError("capture_end() called before capture_begin().")
+        if self._runtime.current_stream() != self._capture_stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        self._capture_stream = None
         self._runtime.end_capture()
         self._runtime.allocator.end_allocate_to_pool(self._pool)
         self._holding = self._runtime.card.charge(
@@ -96,38 +93,69 @@ class NPUGraph:
         self._runtime.card.launch("graph", self._runtime.current_stream())
 
     def reset(self) -> None:
-        """Forget the graph and let go of its pool."""
+        """Forget the graph and let go of its pool; nothing happens without a captured graph."""
         if self._holding is not None and self._pool is not None:
             self._runtime.card.ledger.release(self._holding)
             self._runtime.allocator.release_pool(self._pool)
-        self._holding = self._pool = None
+            self._holding = self._pool = None
+
+    def __del__(self) -> None:
+        self.reset()
 
     def pool(self) -> PoolId:
         """The id of this graph's pool, for others to share."""
-        if self._pool is None:
+        if self._holding is None or self._pool is None:
             raise RuntimeError("Called NPUGraph::pool() without a preceding successful capture.")
         return self._pool
 
 
-@contextmanager
-def graph(
-    npu_graph: NPUGraph,
-    pool: PoolId | None = None,
-    stream: Stream | None = None,
-    auto_dispatch_capture: bool = False,
-    capture_error_mode: str = "global",
-) -> Iterator[None]:
-    """Capture what runs inside into ``npu_graph``, on a stream of its own unless one is given."""
-    del auto_dispatch_capture
-    _runtime().synchronize_device()
-    gc.collect()
-    empty_cache()
-    with on_stream(Stream(handle=_runtime().capture_stream()) if stream is None else stream):
-        npu_graph.capture_begin(pool, capture_error_mode)
+class graph:  # noqa: N801 - torch_npu's name
+    """Captures what runs inside a ``with`` block.
+
+    Args:
+        npu_graph: Becomes the captured graph.
+        pool: Memory pool to share with other graphs. Default: one of its own.
+        stream: The stream to capture. Default: one that all captures use.
+        auto_dispatch_capture: Whether arguments of captured operators can be updated; not modelled.
+        capture_error_mode: Accepted as by torch_npu.
+    """
+
+    def __init__(
+        self,
+        npu_graph: NPUGraph,
+        pool: PoolId | None = None,
+        stream: Stream | None = None,
+        auto_dispatch_capture: bool = False,
+        capture_error_mode: str = "global",
+    ) -> None:
+        del auto_dispatch_capture
+        runtime = runtime_of(None)
+        if stream is None:
+            stream = Stream(stream_id=runtime.capture_stream_id, device_index=runtime.card.index)
+        self._stream = StreamContext(stream)
+        self._graph = npu_graph
+        self._pool = pool
+        self._mode = capture_error_mode
+
+    def __enter__(self) -> None:
+        synchronize()
+        if platform().environment.get("TORCH_NPUGRAPH_GC") == "1":
+            gc.collect()
+        empty_cache()
+        self._stream.__enter__()
         try:
-            yield
+            self._graph.capture_begin(self._pool, self._mode)
+        except BaseException:
+            self._stream.__exit__()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._graph.capture_end()
         finally:
-            npu_graph.capture_end()
+            self._stream.__exit__()
 
 
 __all__ = ["NPUGraph", "graph", "graph_pool_handle", "is_current_stream_capturing"]

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from npusim.errors import UnmodelledNameError
 from npusim.memory.caching_allocator import CachingAllocator
+from npusim.memory.pools import NO_POOL, PoolId
+from npusim.memory.snapshot import SegmentSnapshot, Snapshot, dump_snapshot, take_snapshot
 from npusim.torch_backend.registration import platform
-from npusim.torch_backend.runtime import DeviceRuntime, device_index
-
-Device = torch.device | int | str | None
-
-
-def _runtime(device: Device) -> DeviceRuntime:
-    active = platform()
-    return active.runtimes[device_index(active, device)]
+from npusim.torch_backend.vendor_errors import vendor_error
+from torch_npu.npu.devices import Device, get_device_index, own_runtimes, runtime_of
+from torch_npu.npu.streams import Stream
 
 
 def _allocator(device: Device) -> CachingAllocator:
-    return _runtime(device).allocator
+    index, runtimes = get_device_index(device), platform().runtimes
+    if not 0 <= index < len(runtimes):
+        raise vendor_error(
+            RuntimeError, f"Invalid device argument {index}: did you call init?", "ERR00001 PTA invalid parameter"
+        )
+    return runtimes[index].allocator
 
 
-def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Free and total bytes of the whole device."""
-    return _runtime(device).card.hbm.mem_get_info()
-
-
-def memory_stats(device: Device = None) -> dict[str, Any]:
+def memory_stats(device: Device = None) -> OrderedDict[str, int]:
     """All counters of the caching allocator, sorted by name."""
-    return dict(_allocator(device).memory_stats())
+    return OrderedDict(_allocator(device).memory_stats())
+
+
+def memory_stats_as_nested_dict(device: Device = None) -> dict[str, Any]:
+    """The counters of :func:`memory_stats` as a tree, a level for each part of their names."""
+    tree: dict[str, Any] = {}
+    for name, value in memory_stats(device).items():
+        *path, leaf = name.split(".")
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[leaf] = value
+    return tree
 
 
 def memory_allocated(device: Device = None) -> int:
@@ -63,27 +77,184 @@ def reset_accumulated_memory_stats(device: Device = None) -> None:
     _allocator(device).reset_accumulated_memory_stats()
 
 
+def _deprecated(text: str) -> None:
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+
+def reset_max_memory_allocated(device: Device = None) -> None:
+    """Deprecated: :func:`reset_peak_memory_stats`."""
+    _deprecated(
+        "torch_npu.npu.reset_max_memory_allocated now calls torch_npu.npu.reset_peak_memory_stats, "
+        "which resets /all/ peak memory stats."
+    )
+    reset_peak_memory_stats(device)
+
+
+def reset_max_memory_cached(device: Device = None) -> None:
+    """Deprecated: :func:`reset_peak_memory_stats`."""
+    _deprecated(
+        "torch_npu.npu.reset_max_memory_cached now calls torch_npu.npu.reset_peak_memory_stats, "
+        "which resets /all/ peak memory stats."
+    )
+    reset_peak_memory_stats(device)
+
+
+def memory_cached(device: Device = None) -> int:
+    """Deprecated: :func:`memory_reserved`."""
+    _deprecated("torch_npu.npu.memory_cached has been renamed to torch_npu.npu.memory_reserved")
+    return memory_reserved(device)
+
+
+def max_memory_cached(device: Device = None) -> int:
+    """Deprecated: :func:`max_memory_reserved`."""
+    _deprecated("torch_npu.npu.max_memory_cached has been renamed to torch_npu.npu.max_memory_reserved")
+    return max_memory_reserved(device)
+
+
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     """torch_npu's table of the counters."""
-    return memory_summary_text(_allocator(device), abbreviated=abbreviated)
+    return _allocator(device).memory_summary(abbreviated=abbreviated)
+
+
+def memory_snapshot(mempool_id: PoolId | None = None) -> list[SegmentSnapshot]:
+    """The segments of this process' devices, or those of one private pool, with their blocks."""
+    allocators = [runtime.allocator for runtime in own_runtimes()]
+    return take_snapshot(allocators, NO_POOL if mempool_id is None else mempool_id)["segments"]
+
+
+def _snapshot(device: Device = None, augment_with_fx_traces: bool = False) -> Snapshot:
+    """The segments of this process' devices and, if they were recorded, the events; as PyTorch's viewer reads them."""
+    del device
+    if augment_with_fx_traces:
+        raise UnmodelledNameError("torch.npu.memory._snapshot(augment_with_fx_traces=True) is not modelled")
+    return take_snapshot([runtime.allocator for runtime in own_runtimes()])
+
+
+def _dump_snapshot(filename: str | Path = "dump_snapshot.pickle", augment_with_fx_traces: bool = False) -> None:
+    """Write :func:`_snapshot` to a file."""
+    dump_snapshot(_snapshot(augment_with_fx_traces=augment_with_fx_traces), filename)
+
+
+def _record_memory_history(
+    enabled: str | None = "all",
+    context: str | None = "all",
+    stacks: str = "all",
+    max_entries: int = sys.maxsize,
+    device: Device = None,
+) -> None:
+    """Record the allocator's events from now on, or stop; frames are Python's, whatever ``stacks`` says."""
+    del stacks, device
+    for runtime in own_runtimes():
+        runtime.allocator.record_memory_history(enabled, context, max_entries)
+
+
+def _set_allocator_settings(settings: str) -> None:
+    """Change ``PYTORCH_NPU_ALLOC_CONF`` at run time."""
+    for runtime in own_runtimes():
+        runtime.allocator.set_allocator_settings(settings)
+
+
+def get_allocator_backend() -> str:
+    """The allocator's name."""
+    return "native"
 
 
 def empty_cache() -> None:
-    """Give cached memory, operator workspaces included, back to the device.
-
-    torch_npu does so on every device the process has used; here that is the calling rank's.
-    """
-    _allocator(None).empty_cache()
+    """Give cached memory, operator workspaces included, back to the devices that this process uses."""
+    for runtime in own_runtimes():
+        runtime.allocator.empty_cache()
 
 
 def empty_virt_addr_cache() -> None:
     """Unmap cached memory of expandable segments but keep the physical pages."""
-    _allocator(None).empty_virt_addr_cache()
+    for runtime in own_runtimes():
+        runtime.allocator.empty_virt_addr_cache()
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
     """Limit what the allocator may hold to a fraction of the device."""
     _allocator(device).set_per_process_memory_fraction(fraction)
+
+
+def get_per_process_memory_fraction(device: Device = None) -> float:
+    """The limit set by :func:`set_per_process_memory_fraction`."""
+    return _allocator(device).get_per_process_memory_fraction()
+
+
+def caching_allocator_alloc(size: int, device: Device = None, stream: Stream | int | None = None) -> int:
+    """Take a block from the caching allocator and return its address.
+
+    Raises:
+        TypeError: ``stream`` is neither a stream nor a handle.
+    """
+    runtime = runtime_of(device)
+    handle = runtime.current_stream() if stream is None else stream.npu_stream if isinstance(stream, Stream) else stream
+    if not isinstance(handle, int):
+        raise vendor_error(
+            TypeError,
+            "Invalid type for stream argument, must be `torch_npu.npu.Stream` or `int` representing a pointer to a existing "
+            "stream",
+            "ERR00002 PTA invalid type",
+        )
+    return runtime.allocator.malloc(size, handle)
+
+
+def caching_allocator_delete(mem_ptr: int) -> None:
+    """Give a block of :func:`caching_allocator_alloc` back to the current device.
+
+    Raises:
+        RuntimeError: There is no such block.
+    """
+    runtime_of(None).allocator.free(mem_ptr)
+
+
+class MemPool:
+    """A private pool of the current device's allocator; its memory is given back when the object dies.
+
+    Args:
+        allocator: A ``NPUPluggableAllocator``; not modelled.
+        use_on_oom: Whether others may use it before they run out of memory.
+        no_split: Whether its segments serve one request each.
+    """
+
+    def __init__(self, allocator: None = None, use_on_oom: bool = False, no_split: bool = False) -> None:
+        if allocator is not None:
+            raise UnmodelledNameError("torch.npu.MemPool with an allocator of its own is not modelled")
+        runtime = runtime_of(None)
+        self._allocator = runtime.allocator
+        self._id = runtime.new_pool_id(user=True)
+        self._allocator.create_pool(self._id, use_on_oom=use_on_oom, no_split=no_split)
+        weakref.finalize(self, _give_up, self._allocator, self._id).atexit = False
+
+    @property
+    def id(self) -> PoolId:
+        """The pool's id."""
+        return self._id
+
+    def use_count(self) -> int:
+        """How many hold the pool: this object, open scopes, graphs."""
+        return self._allocator.pools.private[self._id].use_count
+
+    def snapshot(self) -> list[SegmentSnapshot]:
+        """The pool's segments."""
+        return memory_snapshot(self._id)
+
+
+def _give_up(allocator: CachingAllocator, pool_id: PoolId) -> None:
+    allocator.release_pool(pool_id)
+    allocator.empty_cache(pool_id)
+
+
+@contextmanager
+def use_mem_pool(pool: MemPool, device: Device = None) -> Iterator[None]:
+    """Tensors of the calling rank come from ``pool`` inside a ``with`` block."""
+    allocator = _allocator(device)
+    allocator.begin_allocate_to_pool(pool.id)
+    try:
+        yield
+    finally:
+        allocator.end_allocate_to_pool(pool.id)
+        allocator.release_pool(pool.id)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,61 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any, Self
 
 import torch
 
 from npusim.device.streams import StreamEvent
 from npusim.torch_backend.registration import platform
-from npusim.torch_backend.runtime import DeviceRuntime, device_index
+from npusim.torch_backend.runtime import DeviceRuntime
+from npusim.torch_backend.stream_pool import DEFAULT_STREAM_ID
+from npusim.torch_backend.vendor_errors import vendor_error
+from torch_npu.npu.devices import Device, runtime_of
 
-Device = torch.device | int | str | None
-
-
-def _runtime(device: Device) -> DeviceRuntime:
-    active = platform()
-    return active.runtimes[device_index(active, device)]
+_DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)
 
 
-class Stream:
-    """A work queue of a device.
+class Stream(torch.Stream):
+    """A work queue of a device: a new one, or the one with the given id.
 
     Args:
         device: Default: the current device.
-        priority: Accepted as by torch_npu; the simulated device has one priority.
-        handle: An existing stream; default: a new one.
+        priority: Below 0 is high.
+        stream_id: Id of an existing stream, with its device's index and type.
+        device_index: Its device.
+        device_type: torch's number of device type ``npu``; nothing else is possible.
     """
 
-    def __init__(self, device: Device = None, priority: int = 0, *, handle: int | None = None) -> None:
-        self._runtime = _runtime(device)
-        self.priority = priority
-        self.npu_stream = self._runtime.card.streams.create() if handle is None else handle
+    def __new__(
+        cls,
+        device: Device = None,
+        priority: int = 0,
+        *,
+        stream_id: int | None = None,
+        device_index: int | None = None,
+        device_type: int | None = None,
+    ) -> Self:
+        del device_type
+        runtime = runtime_of(device if device_index is None else device_index)
+        number = runtime.streams.take(priority) if stream_id is None else stream_id
+        return super().__new__(cls, stream_id=number, device_index=runtime.card.index, device_type=_DEVICE_TYPE)
 
     @property
-    def stream_id(self) -> int:
-        """The stream's number."""
-        return self.npu_stream
+    def _runtime(self) -> DeviceRuntime:
+        return platform().runtimes[self.device_index]
 
     @property
-    def device(self) -> torch.device:
-        """The stream's device."""
-        return self._runtime.torch_device
+    def npu_stream(self) -> int:
+        """The driver's handle."""
+        return self._runtime.streams.handle_of(self.stream_id)
 
-    def record_event(self, event: Event | None = None) -> Event:
+    @property
+    def priority(self) -> int:
+        """Not to be had.
+
+        Raises:
+            RuntimeError: Always, as in torch_npu.
+        """
+        raise vendor_error(
+            RuntimeError, "NPU dose not support Stream.get_priority() currently.", "ERR00007 PTA feature not supported"
+        )
+
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]  # torch_npu's own kind
         """Record an event behind everything queued now; a new one unless given."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:  # type: ignore[override]  # torch_npu's own kind
         """Let later work wait for an event."""
-        if event.recorded is not None:
-            self._runtime.card.streams.wait_event(self.npu_stream, event.recorded)
+        event.wait(self)
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, stream: Stream) -> None:  # type: ignore[override]  # torch_npu's own kind
         """Let later work wait for everything queued on another stream."""
-        self.wait_event(other.record_event())
+        self.wait_event(stream.record_event())
 
     def query(self) -> bool:
         """Whether the stream is idle."""
@@ -67,17 +84,25 @@ class Stream:
         """Wait until the stream is idle."""
         self._runtime.card.streams.synchronize_stream(self.npu_stream)
 
+    def __enter__(self) -> Self:
+        self._context = StreamContext(self)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._context.__exit__(*error)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and (self.npu_stream, self.device) == (other.npu_stream, other.device)
+        return isinstance(other, Stream) and (self.stream_id, self.device_index) == (other.stream_id, other.device_index)
 
     def __hash__(self) -> int:
-        return hash((self.npu_stream, self.device.index))
+        return hash((self.stream_id, self.device_index))
 
     def __repr__(self) -> str:
         return f"<torch_npu.npu.Stream device={self.device} npu_stream={self.npu_stream:#x}>"
 
 
-class Event:
+class Event(torch.Event):
     """A point in a stream's work.
 
     Args:
@@ -86,71 +111,133 @@ class Event:
         interprocess: Accepted as by torch_npu.
     """
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Self:
         del blocking, interprocess
-        self.enable_timing = enable_timing
-        self.recorded: StreamEvent | None = None
-        self._runtime: DeviceRuntime | None = None
+        event = super().__new__(cls, device="npu", enable_timing=enable_timing)
+        event._has_timing = enable_timing
+        event._recorded = None
+        event._runtime = None
+        return event
 
-    def record(self, stream: Stream | None = None) -> None:
-        """Record behind everything queued on a stream, by default the current one."""
+    _has_timing: bool
+    _recorded: StreamEvent | None
+    _runtime: DeviceRuntime | None
+
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]  # None before it is recorded
+        """The device on whose stream it was recorded."""
+        return None if self._runtime is None else self._runtime.torch_device
+
+    def record(self, stream: Stream | None = None) -> None:  # type: ignore[override]  # torch_npu's own kind
+        """Record behind everything queued on a stream, by default the current one.
+
+        Raises:
+            RuntimeError: It was recorded on another device before.
+        """
         stream = current_stream() if stream is None else stream
-        self._runtime = _runtime(stream.device)
-        self.recorded = self._runtime.card.streams.record_event(stream.npu_stream)
+        runtime = runtime_of(stream.device_index)
+        if self._runtime not in (None, runtime):
+            assert self._runtime is not None
+            raise vendor_error(
+                RuntimeError,
+                f"Event device {self._runtime.card.index} does not match recording stream's device {stream.device_index}.",
+                "ERR00001 PTA invalid parameter",
+            )
+        self._runtime = runtime
+        self._recorded = runtime.card.streams.record_event(stream.npu_stream)
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """Let later work of a stream, by default the current one, wait for this event."""
-        (current_stream() if stream is None else stream).wait_event(self)
+    def wait(self, stream: Stream | None = None) -> None:  # type: ignore[override]  # torch_npu's own kind
+        """Let later work of a stream, by default the current one, wait for this event; at once if it was not recorded."""
+        stream = current_stream() if stream is None else stream
+        if self._recorded is not None:
+            runtime_of(stream.device_index).card.streams.wait_event(stream.npu_stream, self._recorded)
 
     def query(self) -> bool:
         """Whether it has completed; an event never recorded has."""
-        return self._runtime is None or self._runtime.query(self.recorded)
+        return self._runtime is None or self._runtime.query(self._recorded)
 
     def synchronize(self) -> None:
         """Wait until it has completed."""
         if self._runtime is not None:
-            self._runtime.synchronize(self.recorded)
+            self._runtime.synchronize(self._recorded)
 
-    def elapsed_time(self, end: Event) -> float:
-        """Milliseconds of virtual time between this event and a later one.
+    def elapsed_time(self, end_event: Event) -> float:  # type: ignore[override]  # torch_npu's own kind
+        """Milliseconds of virtual time between this event and another one, after waiting for both.
 
         Raises:
-            RuntimeError: One of them was not recorded, or was made without timing.
+            RuntimeError: One of them was not recorded, or was made without timing (that refusal is the driver's; its
+                text is torch's, grade assumed).
         """
-        if self.recorded is None or end.recorded is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
-        if not (self.enable_timing and end.enable_timing):
+        if self._recorded is None or end_event._recorded is None:
+            raise vendor_error(
+                RuntimeError,
+                "Both events must be recorded before calculating elapsed time.",
+                "ERR00005 PTA internal error",
+            )
+        if not (self._has_timing and end_event._has_timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         self.synchronize()
-        end.synchronize()
-        return (end.recorded.time_us - self.recorded.time_us) / 1000
+        end_event.synchronize()
+        return (end_event._recorded.time_us - self._recorded.time_us) / 1000
+
+    def recorded_time(self) -> int:
+        """Virtual time at which it completes, in microseconds.
+
+        Raises:
+            RuntimeError: It was not recorded.
+        """
+        if self._recorded is None:
+            raise vendor_error(
+                RuntimeError, "Event must be recorded before getting recorded timestamp.", "ERR00005 PTA internal error"
+            )
+        self.synchronize()
+        return int(self._recorded.time_us)
+
+    def __repr__(self) -> str:
+        state = "uninitialized" if self._recorded is None else f"stream={self._recorded.stream:#x}"
+        return f"<torch_npu.npu.Event {state}>"
+
+
+def _existing(runtime: DeviceRuntime, stream_id: int) -> Stream:
+    return Stream(stream_id=stream_id, device_index=runtime.card.index)
 
 
 def current_stream(device: Device = None) -> Stream:
     """The stream that operators are queued on."""
-    return Stream(device, handle=_runtime(device).current_stream())
+    runtime = runtime_of(device)
+    return _existing(runtime, runtime.streams.id_of(runtime.current_stream()))
 
 
 def default_stream(device: Device = None) -> Stream:
     """The stream that exists from the start."""
-    return Stream(device, handle=_runtime(device).card.default_stream)
+    return _existing(runtime_of(device), DEFAULT_STREAM_ID)
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Queue operators on a stream from now on; None changes nothing."""
+    """Queue operators on a stream from now on, and make its device the current one; None changes nothing."""
     if stream is not None:
-        _runtime(stream.device).set_stream(stream.npu_stream)
+        active = platform()
+        active.set_device(stream.device_index)
+        active.runtimes[stream.device_index].set_stream(stream.npu_stream)
 
 
-@contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    """Queue operators on a stream inside the context."""
-    if stream is None:
-        yield
-        return
-    before = current_stream(stream.device)
-    set_stream(stream)
-    try:
-        yield
-    finally:
-        set_stream(before)
+class StreamContext:
+    """Operators are queued on a stream, and its device is the current one, inside a ``with`` block; None changes nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+        self._previous: tuple[Stream, Stream] | None = None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._previous = current_stream(self.stream.device_index), current_stream()
+            set_stream(self.stream)
+
+    def __exit__(self, *_: Any) -> None:
+        for stream in self._previous or ():
+            set_stream(stream)
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    """Queue operators on a stream inside a ``with`` block."""
+    return StreamContext(stream)

@@ -21,7 +21,7 @@ _ASSIST_WORDS = 128
 """int32 words for each received row in what ``combine_v2`` gets back from ``dispatch_v2``."""
 
 
-def meet(group_name: str, rank: int, num_ranks: int, operation: str, payload: Any, finish: Callable[[list[Any]], None]) -> None:
+def meet(group_name: str, rank: int, num_ranks: int, operation: str, payload: Any, finish: Callable[[list[Any], Sequence[int]], None]) -> None:
     """Take the communicator's MC2 memory, wait for its other ranks, and let the last one ``finish`` with all payloads.
 
     Raises:
@@ -73,7 +73,7 @@ def _place(ids: Sequence[Tensor], masks: Sequence[Tensor | None], num_experts: i
 def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str, Any]) -> None:
     num_experts, counts_type = payload["num_experts"], payload["counts_type"]
 
-    def finish(payloads: list[dict[str, Any]]) -> None:
+    def finish(payloads: list[dict[str, Any]], receivers: Sequence[int]) -> None:
         values = platform().values
         masked = [p["mask"] is not None for p in payloads]
         ids = [p["ids"] for p in payloads]
@@ -84,11 +84,11 @@ def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[s
         def places(hosts: Sequence[Tensor]) -> list[list[list[Tensor]]]:
             given = iter(hosts[num_ranks:])
             host_masks = [next(given) if has else None for has in masked]
-            return [_place(hosts[:num_ranks], host_masks, num_experts, receiver) for receiver in range(num_ranks)]
+            return [_place(hosts[:num_ranks], host_masks, num_experts, receiver) for receiver in receivers]
 
         def counts(*hosts: Tensor) -> list[Tensor]:
             results = []
-            for receiver, received in enumerate(places(hosts)):
+            for receiver, received in zip(receivers, places(hosts), strict=True):
                 rows = torch.tensor([[len(entries) for entries in by_sender] for by_sender in received])
                 tokens = rows.sum(1)
                 assist = torch.zeros(sizes[receiver][1], dtype=torch.int32)
@@ -106,7 +106,7 @@ def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[s
         def rows(*hosts: Tensor) -> list[Tensor]:
             xs = hosts[:num_ranks]
             results = []
-            for receiver, received in enumerate(places(hosts[num_ranks:])):
+            for receiver, received in zip(receivers, places(hosts[num_ranks:]), strict=True):
                 arrived = [xs[s][entries // num_choices] for by_sender in received for s, entries in enumerate(by_sender)]
                 result = torch.zeros(sizes[receiver][0], xs[0].shape[1], dtype=xs[0].dtype)
                 arrived_rows = torch.cat(arrived)
@@ -114,8 +114,9 @@ def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[s
                 results.append(result)
             return results
 
-        values.update([t for p in payloads for t in (p["counts"], p["received"], p["assist"])], [*ids, *masks], counts)
-        values.update([p["expand_x"] for p in payloads], [p["x"] for p in payloads] + [*ids, *masks], rows)
+        receiving = [payloads[receiver] for receiver in receivers]
+        values.update([t for p in receiving for t in (p["counts"], p["received"], p["assist"])], [*ids, *masks], counts)
+        values.update([p["expand_x"] for p in receiving], [p["x"] for p in payloads] + [*ids, *masks], rows)
 
     meet(group_name, rank, num_ranks, "moe_distribute_dispatch", payload, finish)
 
@@ -218,7 +219,7 @@ def npu_moe_distribute_dispatch_v2(
     return expand_x, dynamic_scales, assist, counts, received, tp_received, expand_scales
 
 
-def _nothing(payloads: list[Any]) -> None:
+def _nothing(payloads: list[Any], receivers: Sequence[int]) -> None:
     """Only shapes are modelled."""
 
 
@@ -287,7 +288,7 @@ def npu_moe_distribute_dispatch(
 
 
 def _return_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str, Tensor]) -> None:
-    def finish(payloads: list[dict[str, Tensor]]) -> None:
+    def finish(payloads: list[dict[str, Tensor]], receivers: Sequence[int]) -> None:
         outputs = [p["output"] for p in payloads]
         sizes = [output.shape for output in outputs]
         dtype = outputs[0].dtype
@@ -301,9 +302,10 @@ def _return_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str
                 triples = assist[: num_rows * _ASSIST_WORDS].view(num_rows, _ASSIST_WORDS)[:, :3].tolist()
                 for row, (sender, token, choice) in enumerate(triples):
                     totals[sender][token] += x[row].float() * scales[sender][token, choice]
-            return [total.to(dtype) for total in totals]
+            return [totals[receiver].to(dtype) for receiver in receivers]
 
-        platform().values.update(outputs, [p[name] for name in names for p in payloads], combine)
+        targets = [outputs[receiver] for receiver in receivers]
+        platform().values.update(targets, [p[name] for name in names for p in payloads], combine)
 
     meet(group_name, rank, num_ranks, "moe_distribute_combine", payload, finish)
 

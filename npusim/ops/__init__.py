@@ -21,9 +21,9 @@ FAMILIES = (
 
 
 def declare_all() -> None:
-    """Import every family, so that its operators are declared; of vllm-ascend's own operators define the others, too.
+    """Import every family, so that its operators are declared; define the vendor's other operators, too.
 
-    Vendor code registers meta kernels for some of those. Called on a device, they raise.
+    Vendor code imports those by name, or registers meta kernels for them. Called on a device, they raise.
     """
     import npusim.torch_backend.factories  # noqa: F401 - declares kernels
     from npusim.ops.operator import schemas
@@ -33,5 +33,5 @@ def declare_all() -> None:
         import_module(f"npusim.ops.{family}")
     for name, schema in schemas().items():
         namespace, _, unqualified = name.partition("::")
-        if namespace == "_C_ascend" and not has_kernel(namespace, unqualified):
+        if not has_kernel(namespace, unqualified):
             define(namespace, schema.partition("::")[2])

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from npusim.ops.operator import operator
-from npusim.ops.shapes import Number, broadcast, floating, operands
+from npusim.ops.shapes import Number, broadcast, floating, operands, with_dim, wrap
 from npusim.torch_backend.tensors import new_like
 
 SAME_TYPE = (
-    "abs bitwise_not ceil clamp clamp.Tensor clamp_max clamp_min elu floor gelu hardtanh leaky_relu nan_to_num neg relu round "
+    "abs bitwise_not ceil clamp clamp.Tensor clamp_max clamp_min elu floor hardtanh leaky_relu nan_to_num neg relu round "
     "sgn sign silu softplus square trunc"
 )
 FLOATING = "acos asin atan cos cosh erf exp expm1 log log10 log1p log2 reciprocal rsqrt sigmoid sin sinh sqrt tan tanh"
 BOOLEAN = "isfinite isnan isneginf isposinf logical_not"
-ARITHMETIC = "add.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor floor_divide fmod.Tensor maximum minimum " \
+ARITHMETIC = "add.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor floor_divide fmod.Tensor " \
     "mul.Tensor pow.Tensor_Tensor remainder.Tensor rsub.Tensor sub.Tensor"
 WITH_SCALAR = "add.Scalar bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar floor_divide.Scalar fmod.Scalar mul.Scalar " \
     "pow.Tensor_Scalar remainder.Scalar rsub.Scalar sub.Scalar"
@@ -112,24 +112,57 @@ def pow_scalar(self: Number, exponent: Tensor) -> Tensor:
     return new_like(*operands(exponent, self))
 
 
+@operator("aten::gelu")
+def gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
+    """Keeps dense strides."""
+    return torch.empty_like(self)
+
+
+@operator("aten::maximum", checks_devices=False)
+def maximum(self: Tensor, other: Tensor) -> Tensor:
+    """The larger of each pair; a number on the host is copied to the device first."""
+    device, size, dtype = operands(self, other)
+    number = new_like(self, (), other.dtype) if other.is_cpu else None
+    result = new_like(device, size, dtype)
+    del number
+    return result
+
+
+@operator("aten::minimum", checks_devices=False)
+def minimum(self: Tensor, other: Tensor) -> Tensor:
+    """The smaller of each pair; a number on the host is copied to the device afterwards."""
+    device, size, dtype = operands(self, other)
+    result = new_like(device, size, dtype)
+    number = new_like(self, (), other.dtype) if other.is_cpu else None
+    del number
+    return result
+
+
+@operator("aten::glu")
+def glu(self: Tensor, dim: int = -1) -> Tensor:
+    """``first half * sigmoid(second half)``."""
+    return new_like(self, with_dim(self.shape, dim, self.shape[wrap(dim, self.dim())] // 2))
+
+
 @operator("aten::isinf", checks_devices=False)
 def isinf(self: Tensor) -> Tensor:
     """Compares the absolute value, which is made first."""
-    absolute = new_like(self)
+    absolute = new_like(self) if self.is_floating_point() else self
     return new_like(absolute, dtype=torch.bool)
 
 
 @operator("aten::addcmul", checks_devices=False)
 def addcmul(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Number = 1) -> Tensor:
     """``self + value * tensor1 * tensor2``."""
-    _, size, dtype = operands(tensor1, tensor2)
-    return new_like(self, broadcast(self.shape, size), torch.promote_types(self.dtype, dtype))
+    _, size, dtype = operands(self, tensor1)
+    return new_like(self, broadcast(size, tensor2.shape), torch.promote_types(dtype, tensor2.dtype))
 
 
 @operator("aten::lerp.Scalar", checks_devices=False)
 def lerp(self: Tensor, end: Tensor, weight: Number) -> Tensor:
     """``self + weight * (end - self)``."""
-    return new_like(*operands(self, end))
+    device, size, _ = operands(self, end)
+    return new_like(device, size, self.dtype)
 
 
 @operator("aten::where.self", checks_devices=False)
@@ -143,7 +176,7 @@ def where(condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
 @operator("aten::masked_fill.Scalar", checks_devices=False)
 def masked_fill(self: Tensor, mask: Tensor, value: Number) -> Tensor:
     """A copy with some elements replaced."""
-    return new_like(self, broadcast(self.shape, mask.shape))
+    return new_like(self, broadcast(mask.shape, self.shape))
 
 
 @operator("aten::masked_fill_.Scalar", writes=["self"], checks_devices=False)

@@ -68,11 +68,12 @@ class Operator:
         sort_tensors(args, inputs, hosts)
         if kwargs:
             sort_tensors(kwargs.values(), inputs, hosts)
-        if hosts and self.checks_devices:
-            devices_differ(self.name, self.parameters, args, kwargs)
+        if hosts:
+            if self.checks_devices:
+                devices_differ(self.name, self.parameters, args, kwargs)
+            else:
+                wrong_device(hosts)
         results = self.allocate(*args, **kwargs)
-        if hosts and not self.checks_devices:
-            wrong_device(hosts)
         runtime = active.runtimes[(inputs or tensors_in(results))[0].device.index]
         if self.workspace_bytes is not None:
             take_workspace(runtime, self.workspace_bytes(*args, **kwargs), always_cached=self.name.startswith("_C_ascend"))

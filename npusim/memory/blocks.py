@@ -123,13 +123,14 @@ class FreeList:
             return None
         return self._blocks[position][bisect_left(self._chunks[position], key)]
 
-    def following(self, block: Block) -> Iterator[Block]:
-        """The blocks after ``block``, in order."""
+    def next_after(self, block: Block) -> Block | None:
+        """The block that follows ``block`` in order."""
         position = bisect_left(self._lasts, block.key)
+        blocks = self._blocks[position]
         index = bisect_left(self._chunks[position], block.key) + 1
-        for blocks in self._blocks[position:]:
-            yield from blocks[index:]
-            index = 0
+        if index < len(blocks):
+            return blocks[index]
+        return self._blocks[position + 1][0] if position + 1 < len(self._blocks) else None
 
     def largest(self) -> Block | None:
         """The last block in order, if there is any."""

@@ -52,10 +52,11 @@ class BestFit:
             after = block.next
             if after is not None and after.state == UNMAPPED:
                 block = _less_growing(free_list, block)
-        elif self._met_expandable and block.segment is not None:
-            block = next((larger for larger in free_list.following(block) if larger.segment is None), None)
-            if block is None:
-                return None
+        elif self._met_expandable:
+            while block.segment is not None:
+                block = free_list.next_after(block)
+                if block is None:
+                    return None
         limit = self.max_split_size
         if block.size >= limit and (
             size < limit or block.size >= size + self._state.config.max_non_split_rounding_size
@@ -68,20 +69,20 @@ class BestFit:
         front_bytes = -block.address % self.alignment
         if front_bytes + size > block.size:
             return block
-        aligned = Block(block.address + front_bytes, block.size - front_bytes, FREE, block.free_list, block.segment)
+        free_list = block.free_list
+        aligned = Block(block.address + front_bytes, block.size - front_bytes, FREE, free_list, block.segment)
         aligned.insert_after(block)
-        aligned.free_list.add(aligned)
+        free_list.replace(block.key, aligned)
         block.size = front_bytes
-        block.free_list.replace(block.key, block)
+        free_list.add(block)
         return aligned
 
 
 def _less_growing(free_list: FreeList, block: Block) -> Block:
     """Go on from a block that can grow to larger ones, as long as the next can become less large."""
-    for larger in free_list.following(block):
-        if block.segment is None or _full_size(larger) >= _full_size(block):
-            break
-        block = larger
+    larger = free_list.next_after(block)
+    while block.segment is not None and larger is not None and _full_size(larger) < _full_size(block):
+        block, larger = larger, free_list.next_after(larger)
     return block
 
 

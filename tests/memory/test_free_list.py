@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from sortedcontainers import SortedKeyList
 
@@ -35,7 +36,9 @@ def test_same_as_a_sorted_list() -> None:
         assert free_list.smallest_from(wanted) is (oracle[index] if index < len(oracle) else None)
         assert free_list.largest() is oracle[-1]
     assert list(free_list) == list(oracle)
-    assert list(free_list.following(oracle[100])) == list(oracle[101:])
+    for block, after in pairwise(oracle):
+        assert free_list.next_after(block) is after
+    assert free_list.next_after(oracle[-1]) is None
     for block in oracle:
         free_list.remove(block)
     assert free_list.largest() is None

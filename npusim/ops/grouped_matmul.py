@@ -121,7 +121,7 @@ def _grouped_matmul(
     return [torch.cat([*results, results[0].new_zeros(len(parts[-1]), results[0].shape[1])])]
 
 
-@operator("npu::npu_grouped_matmul", computes=_grouped_matmul)
+@operator("npu::npu_grouped_matmul", computes=_grouped_matmul, is_product=True)
 def npu_grouped_matmul(
     x: Sequence[Tensor],
     weight: Sequence[Tensor],
@@ -171,7 +171,7 @@ def npu_grouped_matmul(
     return _results(x, widths, packed_width, split_item, ends, dtype)
 
 
-@operator("npu::npu_grouped_matmul.List", computes=_grouped_matmul)
+@operator("npu::npu_grouped_matmul.List", computes=_grouped_matmul, is_product=True)
 def npu_grouped_matmul_list(
     x: Sequence[Tensor],
     weight: Sequence[Tensor],
@@ -216,7 +216,7 @@ def _swiglu_quant_v1(
     return *_swiglu_quant(x, weight, group_list, weight_scale, x_scale), torch.zeros(())
 
 
-@operator("npu::npu_grouped_matmul_swiglu_quant", computes=_swiglu_quant_v1)
+@operator("npu::npu_grouped_matmul_swiglu_quant", computes=_swiglu_quant_v1, is_product=True)
 def npu_grouped_matmul_swiglu_quant(
     x: Tensor, weight: Tensor, group_list: Tensor, weight_scale: Tensor, x_scale: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,7 +239,7 @@ def _swiglu_quant_v2(
     return _swiglu_quant(x, weight, group_list, weight_scale, x_scale, group_list_type or 0)
 
 
-@operator("npu::npu_grouped_matmul_swiglu_quant_v2", computes=_swiglu_quant_v2)
+@operator("npu::npu_grouped_matmul_swiglu_quant_v2", computes=_swiglu_quant_v2, is_product=True)
 def npu_grouped_matmul_swiglu_quant_v2(
     x: Tensor,
     weight: Sequence[Tensor],
@@ -259,7 +259,7 @@ def npu_grouped_matmul_swiglu_quant_v2(
     return y, new_like(x, (x.shape[0],), torch.float32)
 
 
-@operator("npu::npu_grouped_matmul_finalize_routing")
+@operator("npu::npu_grouped_matmul_finalize_routing", is_product=True)
 def npu_grouped_matmul_finalize_routing(
     x: Tensor, w: Tensor, group_list: Tensor, *, dtype: torch.dtype | None = None, output_bs: int | None = 0, **_: Any
 ) -> Tensor:
@@ -268,7 +268,7 @@ def npu_grouped_matmul_finalize_routing(
     return new_like(x, (num_tokens, w.shape[-1]), dtype or torch.float32)
 
 
-@operator("npu::npu_quant_grouped_matmul_dequant")
+@operator("npu::npu_quant_grouped_matmul_dequant", is_product=True)
 def npu_quant_grouped_matmul_dequant(
     x: Tensor, quantized_weight: Tensor, weight_scale: Tensor, group_list: Tensor, **_: Any
 ) -> Tensor:
@@ -288,7 +288,7 @@ def _grouped_matmul_add(
     return total
 
 
-@operator("npu::npu_grouped_matmul_add_", computes=_grouped_matmul_add, writes=["input"])
+@operator("npu::npu_grouped_matmul_add_", computes=_grouped_matmul_add, writes=["input"], is_product=True)
 def npu_grouped_matmul_add_(input: Tensor, x: Tensor, weight: Tensor, group_list: Tensor, **_: Any) -> Tensor:
     """Adds a product of each group's rows."""
     return input

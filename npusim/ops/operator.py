@@ -47,6 +47,7 @@ class Operator:
         computes: Computes the results on host tensors; None if only shapes are modelled.
         writes: Names of the arguments that it writes to.
         overwrites: Those of them whose old values it does not read.
+        is_product: Whether it multiplies matrices, so that a world of shapes does not compute it.
         checks_devices: Whether torch's generated wrapper refuses host tensors among its arguments.
         workspace_bytes: Bytes of workspace during the call, given the arguments.
     """
@@ -57,6 +58,7 @@ class Operator:
     computes: Callable[..., Any] | None
     writes: tuple[str, ...]
     overwrites: tuple[str, ...]
+    is_product: bool
     checks_devices: bool
     workspace_bytes: Callable[..., int] | None
 
@@ -83,7 +85,7 @@ class Operator:
         if self.overwrites:
             overwritten = [self._argument(name, args, kwargs) for name in self.overwrites]
             inputs = [tensor for tensor in inputs if not any(tensor is target for target in overwritten)]
-        if self.computes is None or not values.known(inputs):
+        if self.computes is None or (self.is_product and not values.multiplies) or not values.known(inputs):
             values.forget([tensor for tensor in written if tensor is not None])
             return results
         compute = _Computation(self, args, kwargs)
@@ -140,6 +142,7 @@ def operator(
     computes: Callable[..., Any] | None = None,
     writes: Sequence[str] = (),
     overwrites: Sequence[str] = (),
+    is_product: bool = False,
     checks_devices: bool = True,
     workspace_bytes: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Operator]:
@@ -153,6 +156,7 @@ def operator(
             operators their CPU kernel, for others nothing.
         writes: Names of the arguments it writes to.
         overwrites: Those of them that it does not read; ``computes`` gets None in their place.
+        is_product: Whether it multiplies matrices.
         checks_devices: Whether host tensors among its arguments are refused before it allocates.
         workspace_bytes: Workspace during the call, from the same arguments.
     """
@@ -174,6 +178,7 @@ def operator(
             computation,
             tuple(writes),
             tuple(overwrites),
+            is_product,
             checks_devices,
             workspace_bytes,
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from npusim.ops.operator import operator
+from npusim.ops.refusal import type_name
 from npusim.ops.shapes import Number, broadcast, floating, operands, with_dim, wrap
 from npusim.torch_backend.tensors import new_like
 
@@ -65,12 +66,8 @@ def _fits(self: Tensor, other: Tensor) -> None:
         )
     if not torch.can_cast(dtype, self.dtype):
         raise RuntimeError(
-            f"result type {_type_name(dtype)} can't be cast to the desired output type {_type_name(self.dtype)}"
+            f"result type {type_name(dtype)} can't be cast to the desired output type {type_name(self.dtype)}"
         )
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return torch.empty(0, dtype=dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")
 
 
 def _declare() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from npusim.ops.operator import IN_BODY, operator
-from npusim.ops.refusal import INVALID_TYPE, refusal
+from npusim.ops.refusal import INVALID_TYPE, refusal, type_name
 from npusim.ops.shapes import Number, broadcast, with_dim, wrap
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
@@ -191,15 +191,14 @@ def _check_index_add(self: Tensor, dim: int, index: Tensor, source: Tensor) -> N
             f"index_add_(): self, index and source expected to be in the same device, but got (self) {self.device}, (index) "
             f"{index.device}, and (source) {source.device}"
         )
-    names = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.int64: "Long", torch.float64: "Double"}
     if index.dim() > 1:
         raise IndexError(
             f"index_add_(): Index is supposed to be a vector, but got dim: {index.dim()} with type: "
-            f"{'Int' if index.dtype is torch.int32 else 'Long'} and size: {list(index.shape)}"
+            f"{type_name(index.dtype)} and size: {list(index.shape)}"
         )
     if self.dtype != source.dtype:
         raise RuntimeError(
-            f"index_add_(): self ({names.get(self.dtype, self.dtype)}) and source ({names.get(source.dtype, source.dtype)}) must "
+            f"index_add_(): self ({type_name(self.dtype)}) and source ({type_name(source.dtype)}) must "
             "have the same scalar type"
         )
     if source.dim() and with_dim(self.shape, dim, 0) != with_dim(source.shape, dim, 0):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
 from npusim.ops.operator import operator
-from npusim.ops.refusal import refusal
+from npusim.ops.refusal import refusal, type_name
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
 
@@ -330,12 +330,10 @@ def npu_moe_distribute_combine_v2(
     """Sends rows back; each token's sum, weighted."""
     if expand_x.dim() != 2 or expert_ids.dim() != 2:
         raise refusal("The x and expert_ids should be 2D")
-    names = {torch.int64: "Long", torch.float64: "Double", torch.float32: "Float", torch.int8: "Char", torch.float16: "Half"}
     if expand_x.dtype not in (torch.bfloat16, torch.float16, torch.int32):
-        found = names.get(expand_x.dtype, str(expand_x.dtype))
-        raise refusal(f"dtype of expand_x should be BFloat16, Float16 or Int, but got {found}")
+        raise refusal(f"dtype of expand_x should be BFloat16, Float16 or Int, but got {type_name(expand_x.dtype)}")
     if expert_ids.dtype is not torch.int32:
-        raise refusal(f"dtype of expert_ids should be Int, but got {names.get(expert_ids.dtype, str(expert_ids.dtype))}")
+        raise refusal(f"dtype of expert_ids should be Int, but got {type_name(expert_ids.dtype)}")
     dtype = torch.bfloat16 if expand_x.dtype is torch.int32 else expand_x.dtype
     output = new_like(expert_ids, (expert_ids.shape[0], expand_x.shape[1]), dtype)
     if shared_expert_rank_num or shared_expert_x is not None or tp_world_size > 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
 from npusim.ops.operator import SYSTEM_WORKSPACE_BYTES, operator
-from npusim.ops.refusal import refusal
+from npusim.ops.refusal import refusal, type_name
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
 
@@ -21,12 +21,6 @@ COUNTS, CUMULATIVE_COUNTS, KEYS_AND_COUNTS = 1, 0, 2
 UNQUANTISED, DYNAMIC_QUANT = -1, 1
 DROP_PAD = 1
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _type_name(tensor: Tensor) -> str:
-    return {torch.int64: "Long", torch.float64: "Double", torch.int32: "Int", torch.float16: "Half"}.get(
-        tensor.dtype, str(tensor.dtype).removeprefix("torch.").capitalize()
-    )
 
 
 # ---- gating
@@ -66,7 +60,7 @@ def _gating_results(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         raise RuntimeError("The x should be 2D")
     if x.dtype not in _FLOATING:
         raise RuntimeError(
-            f"float16、float32 or bfloat16 tensor expected but got a tensor with dtype: {_type_name(x)}"
+            f"float16、float32 or bfloat16 tensor expected but got a tensor with dtype: {type_name(x.dtype)}"
         )
     rows = x.shape[0]
     return new_like(x, (rows, k)), new_like(x, (rows, k), torch.int32), new_like(x, dtype=torch.float32)
@@ -106,7 +100,7 @@ def npu_moe_gating_top_k_softmax(x: Tensor, finished: Tensor | None = None, k: i
     if x.dim() not in (2, 3):
         raise refusal("The x should be 2D or 3D")
     if x.dtype not in _FLOATING:
-        raise refusal(f"float16, float32 or bfloat16 tensor expected but got a tensor with dtype: {_type_name(x)}")
+        raise refusal(f"float16, float32 or bfloat16 tensor expected but got a tensor with dtype: {type_name(x.dtype)}")
     if not 0 <= k <= x.shape[-1]:
         raise refusal(f"The k should be in [0, {x.shape[-1]}]")
     size = (*x.shape[:-1], k)
@@ -130,7 +124,7 @@ def npu_moe_gating_top_k_softmax_v2(
     if x.dim() not in (2, 3):
         raise refusal("The x's shape should be 2D or 3D")
     if x.dtype not in _FLOATING:
-        raise refusal(f"float16, float32 or bfloat16 tensor expected but got a tensor with dtype: {_type_name(x)}")
+        raise refusal(f"float16, float32 or bfloat16 tensor expected but got a tensor with dtype: {type_name(x.dtype)}")
     size = (*x.shape[:-1], k)
     weights, experts = new_like(x, size), new_like(x, size, torch.int32)
     return weights, experts, new_like(x, x.shape if output_softmax and not renorm else (0,), torch.float32)
@@ -191,11 +185,11 @@ def npu_moe_init_routing(x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_
             raise RuntimeError(f"The {name} should be 2D")
     if x.dtype not in _FLOATING:
         raise RuntimeError(
-            f"float16、float32 or bfloat16 tensor expected but got a tensor with dtype: {_type_name(x)}"
+            f"float16、float32 or bfloat16 tensor expected but got a tensor with dtype: {type_name(x.dtype)}"
         )
     for tensor in (row_idx, expert_idx):
         if tensor.dtype is not torch.int32:
-            raise RuntimeError(f"int32 tensor expected but got a tensor with dtype: {_type_name(tensor)}")
+            raise RuntimeError(f"int32 tensor expected but got a tensor with dtype: {type_name(tensor.dtype)}")
     if row_idx.shape != expert_idx.shape:
         raise RuntimeError("The shape of expert_idx and row_idx should be same.")
     if x.shape[0] != row_idx.shape[0]:

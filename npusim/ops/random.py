@@ -16,6 +16,7 @@ from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
 from npusim.ops.operator import IN_BODY, operator
+from npusim.ops.refusal import type_name
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
 
@@ -88,8 +89,7 @@ def normal_(self: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: tor
 def exponential_(self: Tensor, lambd: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
     """Waiting times; a mask of the zeros among the uniform numbers is made in between."""
     if not self.is_floating_point():
-        name = {torch.int64: "Long", torch.int32: "Int", torch.bool: "Bool"}.get(self.dtype, str(self.dtype))
-        raise NotImplementedError(f'"exponential_" not implemented for \'{name}\'')
+        raise NotImplementedError(f"\"exponential_\" not implemented for '{type_name(self.dtype)}'")
     new_like(self, dtype=torch.bool)
     draw(self, generator, lambda stream, count: stream.exponential(count) / np.float32(lambd))
     return self

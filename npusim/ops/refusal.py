@@ -5,12 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 INVALID_PARAMETER = "ERR01001 OPS invalid parameter"
 INVALID_TYPE = "ERR01002 OPS invalid type"
 INVALID_VALUE = "ERR01003 OPS invalid value"
 NOT_SUPPORTED = "ERR01007 OPS feature not supported"
+
+
+_TYPE_NAMES = {
+    torch.bool: "Bool",
+    torch.uint8: "Byte",
+    torch.int8: "Char",
+    torch.int16: "Short",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float",
+    torch.float64: "Double",
+}
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """A type as torch's C++ prints it."""
+    return _TYPE_NAMES.get(dtype, str(dtype).removeprefix("torch.").capitalize())
 
 
 def refusal(text: str, code: str = INVALID_PARAMETER) -> RuntimeError:

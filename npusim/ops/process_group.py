@@ -237,8 +237,10 @@ class SimulatedProcessGroup(dist.ProcessGroup):
                 if offered != expected:
                     raise RuntimeError(f"rank {receiver} expects {expected} rows of all_to_all on {self._label}, gets {offered}")
 
+            splits = [payload[2] for payload in payloads]  # not the payloads: a result that nobody reads holds no tensors
+
             def compute(*parts: Tensor) -> list[Tensor]:
-                chunks = [part.split(payload[2]) for part, payload in zip(parts, payloads, strict=True)]
+                chunks = [part.split(shares) for part, shares in zip(parts, splits, strict=True)]
                 return [torch.cat([chunk[receiver] for chunk in chunks]) for receiver in receivers]
 
             targets, sources = [payloads[receiver][0] for receiver in receivers], [payload[1] for payload in payloads]
@@ -251,11 +253,17 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         self._meet("alltoall_base", (output, source, sends, receives), finish)
 
 
+def is_hccl_available() -> bool:
+    """``torch.distributed.is_hccl_available``, which torch_npu adds."""
+    return True
+
+
 def register_backend() -> None:
     """Make ``hccl`` a backend of torch.distributed, and its process groups a matter of each rank."""
     if "HCCL" in dist.Backend._plugins:
         return
     dist.Backend.register_backend("hccl", _create, extended_api=True, devices=["npu"])
+    dist.is_hccl_available = is_hccl_available  # type: ignore[attr-defined]
     _separate_ranks()
 
 

@@ -46,6 +46,10 @@ class Bytes:
 class Values(Protocol):
     """How a world keeps the numbers behind its tensors."""
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether the results of matrix products are kept, too."""
+
     def known(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all these device tensors have numbers."""
 
@@ -63,6 +67,9 @@ class Values(Protocol):
 
     def forget(self, targets: Sequence[torch.Tensor]) -> None:
         """These were written by something that computes nothing."""
+
+    def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:
+        """What is known of a storage of ``num_bytes`` bytes after it became one of ``new_num_bytes``."""
 
 
 class Geometry(NamedTuple):
@@ -157,8 +164,18 @@ class _Values:
         raise NotImplementedError
 
 
+def _prefix(value: Bytes, num_bytes: int) -> torch.Tensor:
+    """The first bytes, with zeros after the last one that there is."""
+    host = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+    old = value.host()[:num_bytes]
+    host[: len(old)] = old
+    return host
+
+
 class RealValues(_Values):
     """Every storage has bytes, computed at once; uninitialised memory reads as zeros. For tiny models."""
+
+    multiplies = True
 
     def _bytes(self, tensor: torch.Tensor) -> torch.Tensor:
         record = self._storages.of(tensor)
@@ -185,15 +202,23 @@ class RealValues(_Values):
     def forget(self, targets: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         return
 
+    def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:  # noqa: ARG002
+        return None if value is None else Bytes(_prefix(value, new_num_bytes))
+
 
 class ShapeValues(_Values):
     """Numbers only where they follow from host data, and computed only when read.
+
+    Random fills count as host data, so that random routing can be read; but dummy weights are random fills, too, and nothing
+    is to be followed through a model: matrix products have no numbers.
 
     Args:
         storages: The world's storages.
         eager_limit_bytes: Results up to this size are computed at once if their inputs are, so that counters and tables
             do not grow chains of recipes.
     """
+
+    multiplies = False
 
     def __init__(self, storages: StorageTable, *, eager_limit_bytes: int = 1 << 16) -> None:
         super().__init__(storages)
@@ -221,6 +246,11 @@ class ShapeValues(_Values):
         for target in targets:
             if target.numel():
                 self._storages.of(target).value = None
+
+    def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:
+        if value is None or new_num_bytes > num_bytes:
+            return None  # the new part is unknown, and with it all of it
+        return Bytes(None, partial(_prefix, value, new_num_bytes))
 
     def _set(self, target: torch.Tensor, computation: _Computation, position: int, old: Bytes | None) -> None:
         if not target.numel():

@@ -19,6 +19,7 @@ from pydantic import (
     PlainValidator,
     PositiveInt,
     ValidationError,
+    field_serializer,
     model_validator,
 )
 
@@ -109,6 +110,10 @@ class Scenario(EngineArgs):
     def other_processes_of(self, rank: int) -> list[OtherProcess]:
         """The foreign processes on a rank's device."""
         return [process for process in self.other_processes if process.rank in (None, rank)]
+
+    @field_serializer("free_memory_bytes")
+    def _free_memory_by_name(self, value: dict[ProfilePolicy, BytesPerRank] | None) -> dict[str, BytesPerRank] | None:
+        return None if value is None else {policy.value: free for policy, free in value.items()}
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Scenario:

@@ -6,6 +6,7 @@ from importlib import import_module
 
 FAMILIES = (
     "activation",
+    "attention",
     "elementwise",
     "grouped_matmul",
     "indexing",

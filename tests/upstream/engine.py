@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
@@ -71,11 +72,28 @@ def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
     policy = policy_of_installed_release()
     world = build_world(scenario, config, policy, lone_rank=rank)
     os.environ.update({**PRESETS, **scenario.environment})
+    _define_operators_of_torchvision()
+    _build_for(world.profile.family)
     with world, model_directory(scenario.model) as model, captured_log() as lines:
         result = _start(scenario, model, rank)
         result.log_lines = lines
         result.ledger = [row.model_dump() if hasattr(row, "model_dump") else asdict(row) for row in ledgers(world)[rank]]
         return result
+
+
+def _define_operators_of_torchvision() -> None:
+    """torchvision's compiled part needs CUDA libraries; upstream imports the package, but calls none of its operators."""
+    import torch
+
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _build_for(family: str) -> None:
+    """Stand in for the file that building vllm-ascend for a kind of device writes; the published wheels are built for A2."""
+    build_info = ModuleType("vllm_ascend._build_info")
+    build_info.__device_type__ = {"310P": "_310P"}.get(family, family)
+    sys.modules[build_info.__name__] = build_info
 
 
 def _start(scenario: Scenario, model: Path, rank: int) -> UpstreamResult:
@@ -156,6 +174,8 @@ def model_directory(config: Path) -> Iterator[Path]:
 @contextmanager
 def captured_log() -> Iterator[list[str]]:
     """Collects the lines that upstream logs."""
+    import vllm.logger  # noqa: F401 - replaces all handlers
+
     lines: list[str] = []
 
     class Collector(logging.Handler):

@@ -6,6 +6,8 @@ from typing import Any
 
 from npusim.errors import UnmodelledNameError
 from torch_npu.npu import memory, random
+from torch_npu.npu.config import config
+from torch_npu.npu.config import config
 from torch_npu.npu.devices import (
     current_device,
     device,
@@ -21,7 +23,7 @@ from torch_npu.npu.devices import (
     set_device,
     synchronize,
 )
-from torch_npu.npu.graphs import NPUGraph, graph, graph_pool_handle, is_current_stream_capturing
+from torch_npu.npu.graphs import ExternalEvent, NPUGraph, graph, graph_pool_handle, is_current_stream_capturing
 from torch_npu.npu.memory import (
     MemPool,
     caching_allocator_alloc,
@@ -60,12 +62,15 @@ from torch_npu.npu.streams import Event, Stream, StreamContext, current_stream, 
 
 __all__ = [
     "Event",
+    "ExternalEvent",
     "MemPool",
     "NPUGraph",
     "Stream",
     "StreamContext",
     "caching_allocator_alloc",
     "caching_allocator_delete",
+    "config",
+    "config",
     "current_device",
     "current_stream",
     "default_stream",

@@ -25,6 +25,13 @@ def is_current_stream_capturing() -> bool:
     return runtime_of(None).is_current_stream_capturing()
 
 
+class ExternalEvent:
+    """An event between a captured graph and work outside of it; vendor code names it in annotations."""
+
+    def __init__(self, *arguments: object) -> None:
+        raise UnmodelledCallError(f"torch.npu.ExternalEvent{arguments} is not modelled on the simulated device")
+
+
 class NPUGraph:
     """One captured graph; what was allocated during capture stays in its pool until :meth:`reset` or the graph's end."""
 
@@ -158,4 +165,4 @@ class graph:  # noqa: N801 - torch_npu's name
             self._stream.__exit__()
 
 
-__all__ = ["NPUGraph", "graph", "graph_pool_handle", "is_current_stream_capturing"]
+__all__ = ["ExternalEvent", "NPUGraph", "graph", "graph_pool_handle", "is_current_stream_capturing"]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from npusim.errors import UnmodelledNameError
+from npusim.errors import UnmodelledCallError, UnmodelledNameError
 from npusim.memory.caching_allocator import CachingAllocator
 from npusim.memory.pools import NO_POOL, PoolId
 from npusim.memory.snapshot import SegmentSnapshot, Snapshot, dump_snapshot, take_snapshot
@@ -206,6 +206,13 @@ def caching_allocator_delete(mem_ptr: int) -> None:
         RuntimeError: There is no such block.
     """
     runtime_of(None).allocator.free(mem_ptr)
+
+
+class NPUPluggableAllocator:
+    """An allocator from a shared library; vendor code names it in annotations."""
+
+    def __init__(self, *arguments: object) -> None:
+        raise UnmodelledCallError(f"torch.npu.memory.NPUPluggableAllocator{arguments} is not modelled on the simulated device")
 
 
 class MemPool:

@@ -80,18 +80,18 @@ class Operator:
         if self.workspace_bytes is not None:
             take_workspace(runtime, self.workspace_bytes(*args, **kwargs), always_cached=self.name.startswith("_C_ascend"))
         runtime.card.launch(self.name, runtime.current_stream())
-        written = [self._argument(name, args, kwargs) for name in self.writes] if self.writes else []
+        written = tensors_in([self._argument(name, args, kwargs) for name in self.writes]) if self.writes else []
         values = active.values
         if self.overwrites:
-            overwritten = [self._argument(name, args, kwargs) for name in self.overwrites]
+            overwritten = tensors_in([self._argument(name, args, kwargs) for name in self.overwrites])
             inputs = [tensor for tensor in inputs if not any(tensor is target for target in overwritten)]
         if self.computes is None or (self.is_product and not values.multiplies) or not values.known(inputs):
-            values.forget([tensor for tensor in written if tensor is not None])
+            values.forget(written)
             return results
         compute = _Computation(self, args, kwargs)
         if written:
             outputs = [tensor for tensor in tensors_in(results) if not any(tensor is target for target in written)]
-            values.update([tensor for tensor in (*written, *outputs) if tensor is not None], inputs, compute)
+            values.update([*written, *outputs], inputs, compute)
         else:
             values.compute(tensors_in(results), inputs, compute)
         return results

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from npusim.errors import UnmodelledCallError
 from npusim.ops.operator import IN_BODY, operator
 from npusim.ops.refusal import type_name
+from npusim.torch_backend.generators import draw_key
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
 
@@ -51,15 +51,10 @@ class _Stream:
 
 
 def draw(target: Tensor, generator: torch.Generator | None, numbers: Callable[[_Stream, int], NDArray[Any]]) -> None:
-    """Fill ``target`` with what ``numbers`` makes of a new stream.
-
-    Raises:
-        UnmodelledCallError: With a generator of its own.
-    """
-    if generator is not None:
-        raise UnmodelledCallError("random operators with a generator argument are not modelled; seed the device instead")
+    """Fill ``target`` with what ``numbers`` makes of a new stream, keyed by ``generator`` or else by the device's own."""
     active = platform()
-    key = active.runtimes[target.device.index].random.advance()
+    default = active.runtimes[target.device.index].random
+    key = default.advance() if generator is None else draw_key(generator)
     size, dtype = tuple(target.shape), target.dtype
 
     def compute() -> Tensor:

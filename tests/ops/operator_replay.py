@@ -173,7 +173,7 @@ class Replayer:
         stride = tuple(recorded.get("s") or contiguous_stride(size))
         offset = recorded.get("o", 0)
         if recorded.get("dev", "npu") == "cpu":
-            storage = torch.zeros(recorded["b"] // dtype.itemsize, dtype=dtype)
+            storage = torch.empty(recorded["b"] // dtype.itemsize, dtype=dtype)
             return torch.as_strided(storage, size, stride, offset)
         storages: StorageTable = self.world.storages
         storage = storages.allocate(self._runtime, recorded["b"])

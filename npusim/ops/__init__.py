@@ -7,6 +7,7 @@ from importlib import import_module
 FAMILIES = (
     "activation",
     "attention",
+    "creation",
     "elementwise",
     "grouped_matmul",
     "indexing",

@@ -148,10 +148,9 @@ def nonzero(self: Tensor) -> Tensor:
     """Places of what is not zero. Memory for as many as there are elements is taken and kept with the result."""
     result = new_like(self, (self.numel(), self.dim()), torch.int64)
     places = platform().values.read(self).nonzero()
-    visible = result[: len(places)]
-    if places.numel():
-        platform().values.write(visible, places)
-    return visible
+    # All of it is written, since a storage that is known in part only would count as unknown.
+    platform().values.write(result, torch.nn.functional.pad(places, (0, 0, 0, len(result) - len(places))))
+    return result[: len(places)]
 
 
 @operator("aten::masked_select", computes=IN_BODY)
@@ -160,9 +159,13 @@ def masked_select(self: Tensor, mask: Tensor) -> Tensor:
     size = broadcast(mask.shape, self.shape)
     result = new_like(self, (torch.Size(size).numel(),))
     chosen = platform().values.read(mask).expand(size)
-    visible = result[: int(chosen.sum())]
-    platform().values.update((visible,), (self,), lambda host: host.expand(size)[chosen])
-    return visible
+    num_chosen = int(chosen.sum())
+
+    def compute(host: Tensor) -> Tensor:
+        return torch.nn.functional.pad(host.expand(size)[chosen], (0, chosen.numel() - num_chosen))
+
+    platform().values.update((result,), (self,), compute)
+    return result[:num_chosen]
 
 
 # ---- placement

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npusim.ops.operator import operator
+from npusim.ops.operator import Hosts, operator
 from npusim.ops.refusal import type_name
 from npusim.ops.shapes import Number, broadcast, floating, operands, with_dim, wrap
 from npusim.torch_backend.tensors import new_like
@@ -81,29 +81,29 @@ def _declare() -> None:
         (" ".join(f"{name}.Tensor {name}.Scalar" for name in COMPARISONS.split()), _comparison),
     ):
         for name in names.split():
-            operator(f"aten::{name}", checks_devices=False)(allocate)
+            operator(f"aten::{name}", hosts=Hosts.NUMBERS)(allocate)
     for name in IN_PLACE.split():
-        operator(f"aten::{name}", writes=["self"], checks_devices=False)(_in_place)
+        operator(f"aten::{name}", writes=["self"], hosts=Hosts.NUMBERS)(_in_place)
 
 
 _declare()
 
 
-@operator("aten::div.Tensor", checks_devices=False)
+@operator("aten::div.Tensor", hosts=Hosts.NUMBERS)
 def div(self: Tensor, other: Tensor) -> Tensor:
     """True division; of integers in float32."""
     device, size, dtype = operands(self, other)
     return new_like(device, size, floating(dtype))
 
 
-@operator("aten::div.Tensor_mode", checks_devices=False)
+@operator("aten::div.Tensor_mode", hosts=Hosts.NUMBERS)
 def div_mode(self: Tensor, other: Tensor, *, rounding_mode: str | None) -> Tensor:
     """Division rounded as asked."""
     device, size, dtype = operands(self, other)
     return new_like(device, size, floating(dtype) if rounding_mode is None else dtype)
 
 
-@operator("aten::pow.Scalar", checks_devices=False)
+@operator("aten::pow.Scalar", hosts=Hosts.NUMBERS)
 def pow_scalar(self: Number, exponent: Tensor) -> Tensor:
     """A number to the power of each element."""
     return new_like(*operands(exponent, self))
@@ -115,7 +115,7 @@ def gelu(self: Tensor, *, approximate: str = "none") -> Tensor:
     return torch.empty_like(self)
 
 
-@operator("aten::maximum", checks_devices=False)
+@operator("aten::maximum", hosts=Hosts.NUMBERS)
 def maximum(self: Tensor, other: Tensor) -> Tensor:
     """The larger of each pair; a number on the host is copied to the device first."""
     device, size, dtype = operands(self, other)
@@ -125,7 +125,7 @@ def maximum(self: Tensor, other: Tensor) -> Tensor:
     return result
 
 
-@operator("aten::minimum", checks_devices=False)
+@operator("aten::minimum", hosts=Hosts.NUMBERS)
 def minimum(self: Tensor, other: Tensor) -> Tensor:
     """The smaller of each pair; a number on the host is copied to the device afterwards."""
     device, size, dtype = operands(self, other)
@@ -141,28 +141,28 @@ def glu(self: Tensor, dim: int = -1) -> Tensor:
     return new_like(self, with_dim(self.shape, dim, self.shape[wrap(dim, self.dim())] // 2))
 
 
-@operator("aten::isinf", checks_devices=False)
+@operator("aten::isinf", hosts=Hosts.NUMBERS)
 def isinf(self: Tensor) -> Tensor:
     """Compares the absolute value, which is made first."""
     absolute = new_like(self) if self.is_floating_point() else self
     return new_like(absolute, dtype=torch.bool)
 
 
-@operator("aten::addcmul", checks_devices=False)
+@operator("aten::addcmul", hosts=Hosts.NUMBERS)
 def addcmul(self: Tensor, tensor1: Tensor, tensor2: Tensor, *, value: Number = 1) -> Tensor:
     """``self + value * tensor1 * tensor2``."""
     _, size, dtype = operands(self, tensor1)
     return new_like(self, broadcast(size, tensor2.shape), torch.promote_types(dtype, tensor2.dtype))
 
 
-@operator("aten::lerp.Scalar", checks_devices=False)
+@operator("aten::lerp.Scalar", hosts=Hosts.NUMBERS)
 def lerp(self: Tensor, end: Tensor, weight: Number) -> Tensor:
     """``self + weight * (end - self)``."""
     device, size, _ = operands(self, end)
     return new_like(device, size, self.dtype)
 
 
-@operator("aten::where.self", checks_devices=False)
+@operator("aten::where.self", hosts=Hosts.NUMBERS)
 def where(condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
     """Elements of one or the other."""
     device, size, dtype = operands(self, other)
@@ -170,13 +170,13 @@ def where(condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
     return new_like(condition if device.is_cpu else device, size, dtype)
 
 
-@operator("aten::masked_fill.Scalar", checks_devices=False)
+@operator("aten::masked_fill.Scalar", hosts=Hosts.NUMBERS)
 def masked_fill(self: Tensor, mask: Tensor, value: Number) -> Tensor:
     """A copy with some elements replaced."""
     return new_like(self, broadcast(mask.shape, self.shape))
 
 
-@operator("aten::masked_fill_.Scalar", writes=["self"], checks_devices=False)
+@operator("aten::masked_fill_.Scalar", writes=["self"], hosts=Hosts.NUMBERS)
 def masked_fill_(self: Tensor, mask: Tensor, value: Number) -> Tensor:
     """Replaces some elements."""
     broadcast(self.shape, mask.shape)

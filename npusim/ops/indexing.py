@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npusim.ops.operator import IN_BODY, operator
+from npusim.ops.operator import IN_BODY, Hosts, operator
 from npusim.ops.refusal import INVALID_TYPE, refusal, type_name
 from npusim.ops.shapes import Number, broadcast, with_dim, wrap
 from npusim.torch_backend.registration import platform
@@ -83,7 +83,7 @@ def _indexed_size(size: Sequence[int], indices: Sequence[Tensor | None]) -> tupl
     return (*kept[:start], *picked, *kept[start:])
 
 
-@operator("aten::index.Tensor", computes=IN_BODY, checks_devices=False)
+@operator("aten::index.Tensor", computes=IN_BODY, hosts=Hosts.NUMBERS)
 def index_tensor(self: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """``self[indices]``; masks are turned into places first, which waits for the device."""
     expanded = _expand(self, indices)
@@ -99,7 +99,7 @@ def _subscript(given: Sequence[bool], hosts: Sequence[Tensor]) -> tuple[Any, ...
     return tuple(next(rest).long() if has else slice(None) for has in given)
 
 
-@operator("aten::index_put_", computes=IN_BODY, checks_devices=False)
+@operator("aten::index_put_", computes=IN_BODY, hosts=Hosts.NUMBERS)
 def index_put_(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
     """``self[indices] = values``; int32 indices are copied to int64, one value under a mask is filled in."""
     if values.numel() == 1 and not accumulate and all(index is None or index.dtype in _MASKS for index in indices):
@@ -181,7 +181,7 @@ def index_copy_(self: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor
     return self
 
 
-@operator("aten::index_add_", writes=["self"], checks_devices=False)
+@operator("aten::index_add_", writes=["self"], hosts=Hosts.NUMBERS)
 def index_add_(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Number = 1) -> Tensor:
     """Slices added in their places."""
     _check_index_add(self, dim, index, source)
@@ -211,7 +211,7 @@ def _check_index_add(self: Tensor, dim: int, index: Tensor, source: Tensor) -> N
         )
 
 
-@operator("aten::index_fill_.int_Scalar", writes=["self"], checks_devices=False)
+@operator("aten::index_fill_.int_Scalar", writes=["self"], hosts=Hosts.NUMBERS)
 def index_fill_(self: Tensor, dim: int, index: Tensor, value: Number) -> Tensor:
     """One number into some slices."""
     return self

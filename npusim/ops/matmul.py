@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from npusim.ops.atb import check_outputs
-from npusim.ops.operator import operator
+from npusim.ops.operator import Hosts, operator
 from npusim.ops.refusal import INVALID_TYPE, refusal, type_name
 from npusim.ops.shapes import Number, broadcast
 from npusim.torch_backend.tensors import new_like, runtime_of
@@ -144,7 +144,7 @@ def _matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> Tensor:  # noqa: N
     return C + x.float().T @ weight.float()
 
 
-@operator("atb::_npu_matmul_add_fp32", computes=_matmul_add_fp32, writes=["C"], checks_devices=False, is_product=True)
+@operator("atb::_npu_matmul_add_fp32", computes=_matmul_add_fp32, writes=["C"], hosts=Hosts.TAKEN, is_product=True)
 def npu_matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:  # noqa: N803 - the vendor's name
     """Adds ``x.T @ weight`` to a float32 matrix."""
     check_outputs(C)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npusim.ops.operator import SYSTEM_WORKSPACE_BYTES, operator
+from npusim.ops.operator import SYSTEM_WORKSPACE_BYTES, Hosts, operator
 from npusim.ops.refusal import refusal
 from npusim.ops.shapes import INT4, QUINT4X2, broadcast, scalar_type
 from npusim.torch_backend.tensors import new_like
@@ -215,7 +215,7 @@ def native_layer_norm(
     return y, new_like(input, size, statistics), new_like(input, size, statistics)
 
 
-@operator("aten::rms_norm", checks_devices=False)
+@operator("aten::rms_norm", hosts=Hosts.NUMBERS)
 def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *args: Any) -> Tensor:
     """Torch's own norm has no kernel of its own: it is composed in float32."""
     wide = new_like(input, dtype=torch.float32)

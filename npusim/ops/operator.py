@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -36,6 +37,14 @@ SYSTEM_WORKSPACE_BYTES = 16 << 20
 tiling code of vllm-ascend's own operators (csrc)."""
 
 
+class Hosts(Enum):
+    """What an operator does with host tensors among its arguments."""
+
+    REFUSED = "torch's generated wrapper refuses them"
+    NUMBERS = "torch_npu takes those without dimensions and refuses others"
+    TAKEN = "they are taken as they are"
+
+
 @dataclass(frozen=True)
 class Operator:
     """A declared operator: torch's kernel for it on device ``npu``.
@@ -48,7 +57,7 @@ class Operator:
         writes: Names of the arguments that it writes to.
         overwrites: Those of them whose old values it does not read.
         is_product: Whether it multiplies matrices, so that a world of shapes does not compute it.
-        checks_devices: Whether torch's generated wrapper refuses host tensors among its arguments.
+        hosts: What becomes of host tensors among its arguments.
         workspace_bytes: Bytes of workspace during the call, given the arguments.
     """
 
@@ -59,7 +68,7 @@ class Operator:
     writes: tuple[str, ...]
     overwrites: tuple[str, ...]
     is_product: bool
-    checks_devices: bool
+    hosts: Hosts
     workspace_bytes: Callable[..., int] | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,9 +80,9 @@ class Operator:
         if kwargs:
             sort_tensors(kwargs.values(), inputs, hosts)
         if hosts:
-            if self.checks_devices:
+            if self.hosts is Hosts.REFUSED:
                 devices_differ(self.name, self.parameters, args, kwargs)
-            else:
+            elif self.hosts is Hosts.NUMBERS:
                 wrong_device(hosts)
         results = self.allocate(*args, **kwargs)
         runtime = active.runtimes[(inputs or tensors_in(results))[0].device.index]
@@ -143,7 +152,7 @@ def operator(
     writes: Sequence[str] = (),
     overwrites: Sequence[str] = (),
     is_product: bool = False,
-    checks_devices: bool = True,
+    hosts: Hosts = Hosts.REFUSED,
     workspace_bytes: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Declare an operator of device ``npu``.
@@ -157,7 +166,7 @@ def operator(
         writes: Names of the arguments it writes to.
         overwrites: Those of them that it does not read; ``computes`` gets None in their place.
         is_product: Whether it multiplies matrices.
-        checks_devices: Whether host tensors among its arguments are refused before it allocates.
+        hosts: What becomes of host tensors among its arguments.
         workspace_bytes: Workspace during the call, from the same arguments.
     """
     namespace, _, unqualified = name.partition("::")
@@ -179,7 +188,7 @@ def operator(
             tuple(writes),
             tuple(overwrites),
             is_product,
-            checks_devices,
+            hosts,
             workspace_bytes,
         )
         kernel(namespace, unqualified, schema and schema.partition("::")[2])(declared.__call__)

@@ -132,10 +132,9 @@ def multinomial(
 ) -> Tensor:
     """Indices by weight, one kernel."""
     result = new_like(self, (*self.shape[:-1], num_samples) if self.dim() > 1 else (num_samples,), torch.int64)
-    if generator is not None:
-        raise UnmodelledCallError("multinomial with a generator argument is not modelled; seed the device instead")
     active = platform()
-    key = active.runtimes[self.device.index].random.advance()
+    default = active.runtimes[self.device.index].random
+    key = default.advance() if generator is None else draw_key(generator)
 
     def compute(weights: Tensor) -> Tensor:
         stream = _Stream(key)

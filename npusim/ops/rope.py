@@ -10,7 +10,7 @@ from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
 from npusim.ops.atb import check_outputs, contiguous_inputs
-from npusim.ops.operator import operator
+from npusim.ops.operator import Hosts, operator
 from npusim.ops.refusal import refusal
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
@@ -40,7 +40,7 @@ class _Kept:
         self.last_num_tokens = -1
 
 
-@operator("atb::_npu_rotary_embedding", checks_devices=False)
+@operator("atb::_npu_rotary_embedding", hosts=Hosts.TAKEN)
 def npu_rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
 ) -> None:

@@ -120,27 +120,15 @@ def resize(tensor: torch.Tensor, size: Sequence[int], memory_format: torch.memor
     del memory_format
     size = tuple(size)
     stride = contiguous_stride(size)
-    storages = platform().storages
+    active = platform()
+    storages = active.storages
     needed_bytes = span_bytes(size, stride, tensor.element_size(), tensor.storage_offset())
     storage = tensor.untyped_storage()
-    if storages.of(tensor).num_bytes < needed_bytes:
+    record = storages.of(tensor)
+    if record.num_bytes < needed_bytes:
         storage = storages.allocate(runtime_of(tensor.device), needed_bytes)
+        storages.of_storage(storage).value = active.values.resized(record.value, record.num_bytes, needed_bytes)
     return set_storage(tensor, storage, tensor.storage_offset(), size, stride)
-
-
-def resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
-    """``UntypedStorage.resize_``: how vendor code gives a tensor's memory back before the tensor dies.
-
-    Raises:
-        NotImplementedError: Growing a storage that others may see; upstream only ever shrinks to 0.
-    """
-    record = platform().storages.of_storage(storage)
-    if num_bytes == 0:
-        record.release()
-    elif num_bytes != record.num_bytes:
-        raise NotImplementedError(
-            f"resize_ of an npu storage from {record.num_bytes} to {num_bytes} bytes is not modelled; only to 0"
-        )
 
 
 @kernel("aten", "_copy_from")
@@ -149,7 +137,6 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     del non_blocking
     values = platform().values
     if not is_simulated(target):
-        runtime_of(source.device).refuse_in_capture("a copy to the host")
         target.copy_(values.read(source))
     elif not is_simulated(source):
         values.write(target, source.expand(target.shape))

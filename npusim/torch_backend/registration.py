@@ -25,7 +25,7 @@ class _Process:
 
     platform: Platform | None = None
     libraries: dict[str, torch.library.Library] = {}  # noqa: RUF012
-    kernels: list[tuple[str, str, Callable[..., Any], str | None]] = []  # noqa: RUF012
+    kernels: list[tuple[str, str, Callable[..., Any], str | None, str]] = []  # noqa: RUF012
     shells = Shells()
     registered = False
 
@@ -84,14 +84,17 @@ def deactivate(world: Platform) -> None:
         _Process.platform = None
 
 
-def kernel(namespace: str, name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def kernel(
+    namespace: str, name: str, schema: str | None = None, *, dispatch_key: str = "PrivateUse1"
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the function as the kernel of operator ``namespace::name`` on device ``npu``.
 
-    With ``schema`` the operator itself is defined, too. Kernels are handed to torch by :func:`register`.
+    With ``schema`` the operator itself is defined, too. Kernels are handed to torch by :func:`register`. Another
+    ``dispatch_key`` of torch is for what concerns host tensors, e.g. pinned ones.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        _Process.kernels.append((namespace, name, function, schema))
+        _Process.kernels.append((namespace, name, function, schema, dispatch_key))
         if _Process.registered:
             _hand_over()
         return function
@@ -118,11 +121,11 @@ def _library(namespace: str) -> torch.library.Library:
 
 
 def _hand_over() -> None:
-    for namespace, name, function, schema in _Process.kernels:
+    for namespace, name, function, schema, dispatch_key in _Process.kernels:
         library = _library(namespace)
         if schema is not None:
             library.define(schema)
-        library.impl(name, function, "PrivateUse1")
+        library.impl(name, function, dispatch_key)
     _Process.kernels.clear()
 
 
@@ -147,21 +150,8 @@ def register(npu_module: ModuleType, fallback: Callable[..., Any]) -> None:
     wildcard = torch.library.Library("_", "IMPL")
     wildcard.fallback(fallback, "PrivateUse1")
     _Process.libraries["_"] = wildcard
+    from npusim.torch_backend.torch_patches import patch  # which asks for the active world
+
     _hand_over()
-    _patch_storage_resize()
+    patch(npu_module)
     _Process.registered = True
-
-
-def _patch_storage_resize() -> None:
-    """torch offers no Python hook for ``UntypedStorage.resize_``, by which vendor code frees a tensor's memory early."""
-    from npusim.torch_backend.factories import resize_storage
-
-    original = torch.UntypedStorage.resize_
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        if self.device.type != "npu":
-            return original(self, size)
-        resize_storage(self, size)
-        return self
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]

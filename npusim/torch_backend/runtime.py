@@ -87,7 +87,9 @@ class RandomState:
             RuntimeError: It is no such state.
         """
         if state.dtype != torch.uint8 or state.device.type != "cpu" or state.shape != (16,):
-            raise RuntimeError(f"RNG state must be a torch.ByteTensor of 16 elements on the host, got {state.type()}{list(state.shape)}")
+            raise RuntimeError(
+                f"RNG state must be a torch.ByteTensor of 16 elements on the host, got {state.type()}{list(state.shape)}"
+            )
         self.seed, self.offset = struct.unpack("<QQ", state.numpy().tobytes())
 
     def advance(self) -> tuple[int, int]:

@@ -32,12 +32,17 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
     num_bytes: int
     value: Bytes | None
 
-    def release(self) -> None:
-        """Give the memory back to the allocator; the storage itself may live on, empty."""
-        if self.address:
-            self.device.allocator.free(self.address)
-        self.address = self.num_bytes = 0
+    def resize(self, num_bytes: int) -> None:
+        """Take other memory from the allocator, then give the old one back; the bytes are unknown then.
+
+        torch's C++ side goes on to name the first address.
+        """
+        old_address = self.address
+        self.address = self.device.allocator.malloc(num_bytes, self.device.current_stream()) if num_bytes else 0
+        self.num_bytes = num_bytes
         self.value = None
+        if old_address:
+            self.device.allocator.free(old_address)
 
 
 class StorageTable:
@@ -92,17 +97,25 @@ class StorageTable:
         """The record of a storage.
 
         Raises:
-            WorldError: The storage was not made by a simulated device.
+            WorldError: The storage was not made by a device of this world.
         """
         try:
             return self._records[storage._cdata]
         except KeyError:
-            raise WorldError(f"a storage on {storage.device} was not allocated by a simulated device") from None
+            raise WorldError(
+                f"a storage on {storage.device} was not allocated by a device of the active world; tensors of another world "
+                "cannot be used, only dropped"
+            ) from None
+
+    def find(self, storage: torch.UntypedStorage) -> StorageRecord | None:
+        """The record of a storage, if this table has one."""
+        return self._records.get(storage._cdata)
 
     def _on_death(self, record: weakref.ref[Any]) -> None:
         assert isinstance(record, StorageRecord)
         del self._records[record.key]
-        record.release()
+        if record.address:
+            record.device.allocator.free(record.address)
 
 
 def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:

@@ -212,7 +212,9 @@ class NPUPluggableAllocator:
     """An allocator from a shared library; vendor code names it in annotations."""
 
     def __init__(self, *arguments: object) -> None:
-        raise UnmodelledCallError(f"torch.npu.memory.NPUPluggableAllocator{arguments} is not modelled on the simulated device")
+        raise UnmodelledCallError(
+            f"torch.npu.memory.NPUPluggableAllocator{arguments} is not modelled on the simulated device"
+        )
 
 
 class MemPool:

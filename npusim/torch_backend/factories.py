@@ -10,6 +10,7 @@ import torch
 from npusim.torch_backend.registration import kernel, platform
 from npusim.torch_backend.shells import CPU_KEYS
 from npusim.torch_backend.storage import contiguous_stride, span_bytes
+from npusim.torch_backend.strides import preserved_stride
 from npusim.torch_backend.tensors import is_simulated, new_on, runtime_of
 
 _as_strided = torch.ops.aten.as_strided.default
@@ -201,8 +202,7 @@ def _copy_of(
     tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format | None
 ) -> torch.Tensor:
     if memory_format in (None, torch.preserve_format) and not tensor.is_contiguous():
-        stand_in = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
-        stride = torch.empty_like(stand_in).stride()
+        stride = preserved_stride(tuple(tensor.shape), tensor.stride())
     else:
         stride = contiguous_stride(tuple(tensor.shape))
     if device.type != "npu":

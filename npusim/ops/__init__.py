@@ -7,6 +7,7 @@ from importlib import import_module
 FAMILIES = (
     "activation",
     "attention",
+    "attention_atb",
     "attention_fusion",
     "creation",
     "elementwise",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
-from npusim.ops.atb import check_outputs, contiguous_inputs
+from npusim.ops.atb import launch
 from npusim.ops.operator import Hosts, operator
 from npusim.ops.refusal import refusal
 from npusim.torch_backend.registration import platform
@@ -54,8 +54,7 @@ def npu_rotary_embedding(
     if kept.last_num_tokens != flat.size(0):
         kept.num_tokens = torch.tensor([flat.size(0)], dtype=torch.int32, device="cpu").to(cos.device)
         kept.last_num_tokens = flat.size(0)
-    copies = contiguous_inputs(query, key, cos, sin)
-    check_outputs(query, key)
+    launch([query, key, cos, sin], [tensor for tensor in (query, key) if not tensor.is_cpu])
     interleaved = not is_neox_style
 
     def compute(*hosts: Tensor) -> list[Tensor]:
@@ -67,7 +66,6 @@ def npu_rotary_embedding(
         ]
 
     platform().values.update((query, key), (query, key, cos, sin), compute)
-    del copies
 
 
 def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:

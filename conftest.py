@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "npu":
         _require_npu()
     else:
-        from npusim.install import expose_doubles
+        from npusim.installation import expose_doubles
 
         expose_doubles()
 
@@ -37,8 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def _require_npu() -> None:
     if importlib.util.find_spec("torch_npu") is None:
         raise pytest.UsageError(
-            "--device=npu needs the torch_npu package, which is not installed in this environment; install the wheel that "
-            "matches your torch and CANN (pip install torch-npu), or run without --device to use the simulated device"
+            "--device=npu needs the torch_npu package, which is not installed in this environment; install the wheel "
+            "that matches your torch and CANN (pip install torch-npu), or run without --device to use the simulated "
+            "device"
         )
     try:
         import torch
@@ -46,7 +47,9 @@ def _require_npu() -> None:
     except (ImportError, OSError) as error:
         raise pytest.UsageError(f"--device=npu: torch_npu is installed but cannot be imported: {error}") from None
     if not torch.npu.is_available():
-        raise pytest.UsageError("--device=npu: torch_npu sees no card; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES")
+        raise pytest.UsageError(
+            "--device=npu: torch_npu sees no card; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES"
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,6 +84,7 @@ def npu_world(request: pytest.FixtureRequest) -> Iterator[object]:
 @pytest.fixture
 def npu_device(npu_world: object) -> object:
     """The device under test, as torch names it."""
+    del npu_world
     import torch
 
     return torch.device("npu", 0)

@@ -1,7 +1,7 @@
 """What one operator costs on the simulated device, with all its memory accounted for, beside torch's FakeTensorMode.
 
-Both run the same layers in the same process: bf16 linear layers, and a small SwiGLU block. FakeTensorMode accounts for no
-memory; torch's own MemTracker on top of it would, and is shown too.
+Both run the same layers in the same process: bf16 linear layers, and a small SwiGLU block. FakeTensorMode accounts for
+no memory; torch's own MemTracker on top of it would, and is shown too.
 
     python benchmarks/dispatch.py
 """

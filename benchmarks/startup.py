@@ -1,6 +1,6 @@
 """Time and host memory of whole start-ups: the published pair of runs, and how time grows with the number of layers.
 
-    python benchmarks/startup.py
+python benchmarks/startup.py
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LAYERS = (12, 48, 96)
 
 def seconds_per_policy(scenario_path: Path, overrides: dict[str, object]) -> float:
     """Seconds of one comparison, imports excluded."""
-    from xlite_runner.simulation import start
     from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
     from xlite_runner.scenario import load_scenario
+    from xlite_runner.simulation import start
 
     scenario = load_scenario(scenario_path, overrides)
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
@@ -43,7 +43,9 @@ def main() -> None:
 
     SimWorld().__enter__().__exit__(None, None, None)
     console = Console()
-    console.print(f"imports {time.perf_counter() - begin:.2f} s, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    console.print(
+        f"imports {time.perf_counter() - begin:.2f} s, torch {torch.__version__}, Python {sys.version.split()[0]}"
+    )
     seed = EXAMPLES / "qwen3-30b-a3b-tp2-ep2.toml"
     seconds = seconds_per_policy(seed, {})
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -31,12 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         policies = tuple(ProfilePolicy) if options.command == "compare" else (scenario.profile_policy,)
         with _warnings_shown(errors):
             config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
-        results = []
         with _progress(errors, len(policies), shown=not options.no_progress) as advance:
-            for policy in policies:
-                results.append(
-                    start(scenario, config, policy, on_stage=lambda stage, name=policy.value: advance(f"{name}: {stage}"))
-                )
+            results = [start(scenario, config, policy, on_stage=advance(policy.value)) for policy in policies]
     except Exception as error:
         if not _is_users(error):
             raise
@@ -72,12 +68,17 @@ def _warnings_shown(errors: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(console: Console, num_starts: int, *, shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr while it works; shows nothing where stderr is not a terminal."""
+def _progress(
+    console: Console, num_starts: int, *, shown: bool
+) -> Iterator[Callable[[str], Callable[[str], None] | None]]:
+    """A bar on stderr while it works; shows nothing where stderr is not a terminal.
+
+    Yields what gives, for a start's name, what is to be told of its stages.
+    """
     if not shown or not console.is_terminal:
-        yield lambda description: None
+        yield lambda _: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=num_starts * len(STAGES))
-        yield lambda description: progress.update(task, description=description, advance=1)
+        yield lambda name: lambda stage: progress.update(task, description=f"{name}: {stage}", advance=1)

@@ -16,6 +16,7 @@ from xlite_runner.worker import NPUWorker, XliteWorker
 
 T = TypeVar("T")
 
+
 class RunRanks(Protocol):
     """Runs one function per rank, at the same time or in turns, and returns their results by rank."""
 
@@ -41,7 +42,7 @@ class EngineCore:
         policy: ProfilePolicy,
         run_ranks: RunRanks,
         store: dist.Store,
-        on_stage: Callable[[str], None] = lambda stage: None,
+        on_stage: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config
         self.policy = policy
@@ -72,7 +73,8 @@ class EngineCore:
         self._stage("compile_or_warm_up_model", NPUWorker.compile_or_warm_up_model)
 
     def _stage(self, name: str, run: Callable[[NPUWorker], T]) -> list[T]:
-        self._on_stage(name)
+        if self._on_stage is not None:
+            self._on_stage(name)
         return self._run_ranks([lambda worker=worker: run(worker) for worker in self.workers])
 
     def result(
@@ -92,9 +94,7 @@ class EngineCore:
         max_model_len = self.config.scheduler.max_model_len
         return ProfileResult(
             policy=self.policy.value,
-            ranks=tuple(
-                _rank_result(worker, ledgers[worker.rank] if ledgers else ()) for worker in self.workers
-            ),
+            ranks=tuple(_rank_result(worker, ledgers[worker.rank] if ledgers else ()) for worker in self.workers),
             num_gpu_blocks=plan.num_blocks,
             num_kv_cache_tokens=plan.num_tokens(max_model_len),
             max_concurrency=plan.max_concurrency(max_model_len),

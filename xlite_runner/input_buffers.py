@@ -10,9 +10,9 @@ from xlite_runner.config import RunnerConfig
 class InputBuffers:
     """Inputs of a step and the sampler's parameters, sized for the largest step; upstream's set and order.
 
-    Only some of them are used by what the runner does today, but each takes its memory on a card, and none of it is in any
-    term of the memory profile. Rows for tokens are ``max_num_batched_tokens + 2 * max_num_seqs``: upstream enlarges the
-    limit by that while it makes them (0.22.1rc1, prefill context parallel size 1).
+    Only some of them are used by what the runner does today, but each takes its memory on a card, and none of it is
+    in any term of the memory profile. Rows for tokens are ``max_num_batched_tokens + 2 * max_num_seqs``: upstream
+    enlarges the limit by that while it makes them (0.22.1rc1, prefill context parallel size 1).
 
     Args:
         config: The engine's configuration.

@@ -1,4 +1,4 @@
-"""What upstream reads of the device's memory, and when: snapshots, the weights meter, the profiling window. Sizes in bytes."""
+"""What upstream reads of the device's memory, and when: snapshots, weights meter, profiling window. Sizes in bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 
@@ -62,7 +63,7 @@ class DeviceMemoryProfiler:
         allocated: int = torch.npu.max_memory_allocated(self._device)
         return allocated
 
-    def __enter__(self) -> DeviceMemoryProfiler:
+    def __enter__(self) -> Self:
         self._before = self._current_memory_usage()
         return self
 

@@ -27,7 +27,7 @@ def start(
     policy: ProfilePolicy,
     *,
     profile: DeviceProfile | None = None,
-    on_stage: Callable[[str], None] = lambda stage: None,
+    on_stage: Callable[[str], None] | None = None,
 ) -> ProfileResult:
     """Start the runner once and return what it measured.
 
@@ -43,14 +43,14 @@ def start(
         WorldError: The scenario's memory figures contradict each other.
         ValueError, AssertionError, torch.OutOfMemoryError: What the engine's start raises.
     """
-    import torch.distributed as dist
+    from torch.distributed import HashStore
 
     world = build_world(scenario, config, policy, profile)
     with world, captured_log() as lines:
         from xlite_runner.engine import EngineCore  # imports torch_npu, which only now is the double
 
         with _imports_out_of_the_collectors_way():
-            engine = EngineCore(config, policy, world.run_ranks, dist.HashStore(), on_stage)
+            engine = EngineCore(config, policy, world.run_ranks, HashStore(), on_stage)
             engine.start()
         return engine.result(lines, ledgers(world), world.event_log.digest)
 

@@ -18,7 +18,6 @@ from xlite_runner.budget import (
     format_gib,
     free_memory_message,
     requested_memory,
-    suggest_kv_cache_memory,
 )
 from xlite_runner.config import CUDAGraphMode, ProfilePolicy, RunnerConfig
 from xlite_runner.kv_cache.planning import KVCacheConfig
@@ -77,14 +76,12 @@ class NPUWorker:
         self.memory = WorkerMemory(init_snapshot=snapshot, requested=requested)
         if snapshot.free_memory < requested:
             raise ValueError(
-                f"Free memory on device ({format_gib(snapshot.free_memory)}/{format_gib(snapshot.total_memory)} GiB) on "
-                f"startup is less than desired GPU memory utilization ({utilization}, {format_gib(requested)} GiB). "
+                f"Free memory on device ({format_gib(snapshot.free_memory)}/{format_gib(snapshot.total_memory)} GiB) "
+                f"on startup is less than desired GPU memory utilization ({utilization}, {format_gib(requested)} GiB). "
                 "Decrease GPU memory utilization or reduce GPU memory used by other processes."
             )
         parallel = self.config.parallel
-        dist.init_process_group(
-            "hccl", store=self._store, rank=self.rank, world_size=parallel.world_size_across_dp
-        )
+        dist.init_process_group("hccl", store=self._store, rank=self.rank, world_size=parallel.world_size_across_dp)
         groups = initialize_parallel_state(
             parallel, self.rank, self.local_rank, is_moe=self.config.model.moe is not None
         )

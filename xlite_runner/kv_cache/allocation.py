@@ -12,7 +12,7 @@ KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def allocate_kv_caches(config: KVCacheConfig, dtype: torch.dtype, device: torch.device) -> KVCaches:
-    """Make the tensors of a plan: per layer one int8 buffer for the keys and one for the values, viewed in the model's dtype.
+    """Make the tensors of a plan: per layer an int8 buffer for keys and one for values, viewed in the model's dtype.
 
     Raises:
         torch.OutOfMemoryError: The plan does not fit.

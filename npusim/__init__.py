@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npusim.install import install, uninstall
+    from npusim.installation import install, uninstall
     from npusim.world import SimWorld
 
 __version__ = "0.1.0"
 __all__ = ["SimWorld", "install", "uninstall"]
 
-_HOMES = {"SimWorld": "npusim.world", "install": "npusim.install", "uninstall": "npusim.install"}
+_HOMES = {"SimWorld": "npusim.world", "install": "npusim.installation", "uninstall": "npusim.installation"}
 
 
 def __getattr__(name: str) -> Any:

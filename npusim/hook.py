@@ -23,7 +23,7 @@ def environment_of_children(settings: Mapping[str, Any], environment: Mapping[st
         settings: Arguments of :class:`npusim.SimWorld`; anything that JSON can hold.
         environment: What they get besides.
     """
-    from npusim.install import VENDOR_PATH
+    from npusim.installation import VENDOR_PATH
 
     paths = [VENDOR_PATH, str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
     return {**environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path), WORLD: json.dumps(settings)}

@@ -138,7 +138,7 @@ class SimWorld:
         return communicators[name]
 
     def __enter__(self) -> Self:
-        from npusim.install import install
+        from npusim.installation import install
 
         install(self)
         return self
@@ -146,7 +146,7 @@ class SimWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from npusim.install import uninstall
+        from npusim.installation import uninstall
 
         uninstall(self)
 

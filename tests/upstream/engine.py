@@ -18,13 +18,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from npusim.hook import environment_of_children
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.simulation import build_world, ledgers
@@ -71,7 +72,9 @@ def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
     policy = policy_of_installed_release()
     world = build_world(scenario, config, policy, lone_rank=rank)
-    os.environ.update({**PRESETS, **scenario.environment})
+    child_world = {"profile": scenario.device_profile, "num_devices": scenario.num_ranks}
+    # Upstream looks at model classes in a child process.
+    os.environ.update(environment_of_children(child_world, {**os.environ, **PRESETS, **scenario.environment}))
     _define_operators_of_torchvision()
     _build_for(world.profile.family)
     with world, model_directory(scenario.model) as model, captured_log() as lines:

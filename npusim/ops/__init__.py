@@ -13,6 +13,7 @@ FAMILIES = (
     "elementwise",
     "grouped_matmul",
     "indexing",
+    "kv_cache",
     "matmul",
     "moe_comm",
     "moe_routing",

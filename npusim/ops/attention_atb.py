@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npusim.errors import UnmodelledCallError
 from npusim.ops.atb import launch
 from npusim.ops.attention_math import Masking, attend, from_pages, spans
 from npusim.ops.operator import Hosts, operator, schemas
@@ -204,13 +203,11 @@ def npu_multi_head_latent_attention_lse(
     kv_headnum: int,
     return_lse: bool,
     **options: Any,
-) -> Tensor:
-    """The same, with logarithms of the softmax's sums."""
-    if return_lse:
-        raise UnmodelledCallError("npu_multi_head_latent_attention.lse with return_lse is not modelled")
+) -> tuple[Tensor, None]:
+    """The same with room for logarithms of the softmax's sums, which it does not fill."""
     output = new_like(q_rope, q_nope.shape)
     launch([q_nope, q_rope, ctkv, k_rope, block_tables, *options.values()], [output])
-    return output
+    return output, None
 
 
 @operator("atb::npu_ring_mla", hosts=Hosts.TAKEN)

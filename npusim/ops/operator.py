@@ -52,6 +52,7 @@ class Operator:
     Attributes:
         name: ``namespace::name`` with the overload, if it has one.
         parameters: Names of its arguments.
+        outs: Those of them that only take a result.
         allocate: Makes results and temporaries.
         computes: Computes the results on host tensors; None if only shapes are modelled.
         writes: Names of the arguments that it writes to.
@@ -63,6 +64,7 @@ class Operator:
 
     name: str
     parameters: tuple[str, ...]
+    outs: tuple[str, ...]
     allocate: Callable[..., Any]
     computes: Callable[..., Any] | None
     writes: tuple[str, ...]
@@ -81,7 +83,7 @@ class Operator:
             sort_tensors(kwargs.values(), inputs, hosts)
         if hosts:
             if self.hosts is Hosts.REFUSED:
-                devices_differ(self.name, self.parameters, args, kwargs)
+                devices_differ(self.name, self.parameters, self.outs, args, kwargs)
             elif self.hosts is Hosts.NUMBERS:
                 wrong_device(hosts)
         results = self.allocate(*args, **kwargs)
@@ -183,6 +185,7 @@ def operator(
         declared = Operator(
             name,
             parameters,
+            tuple(argument.name for argument in arguments if argument.is_out),
             allocate,
             computation,
             tuple(writes),

@@ -52,23 +52,28 @@ def wrong_device(hosts: Sequence[Tensor]) -> None:
         )
 
 
-def devices_differ(operator: str, parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def devices_differ(
+    operator: str, parameters: Sequence[str], outs: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """The check that torch generates into an operator's wrapper: all its tensors are on the device of the first one.
+
+    Arguments that only take a result are looked at first.
 
     Raises:
         RuntimeError: In torch's words.
     """
     namespace, _, name = operator.partition("::")
     name, _, overload = name.partition(".")
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
     common = None
-    for position, parameter in enumerate(parameters):
-        value = args[position] if position < len(args) else kwargs.get(parameter)
+    for parameter in (*outs, *(name for name in parameters if name not in outs)):
+        value = given.get(parameter)
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if not isinstance(tensor, Tensor):
                 continue
             common = common or tensor.device
             if tensor.device != common:
-                suffix = f"{name}_out" if overload.endswith("out") else name
+                suffix = f"{name}_out" if outs else name
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but got {parameter} is on {tensor.device}, different from "
                     f"other tensors on {common} (when checking argument in method "

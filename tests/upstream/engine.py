@@ -75,21 +75,12 @@ def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
     child_world = {"profile": scenario.device_profile, "num_devices": scenario.num_ranks}
     # Upstream looks at model classes in a child process.
     os.environ.update(environment_of_children(child_world, {**os.environ, **PRESETS, **scenario.environment}))
-    _define_operators_of_torchvision()
     _build_for(world.profile.family)
     with world, model_directory(scenario.model) as model, captured_log() as lines:
         result = _start(scenario, model, rank)
         result.log_lines = lines
         result.ledger = [row.model_dump() if hasattr(row, "model_dump") else asdict(row) for row in ledgers(world)[rank]]
         return result
-
-
-def _define_operators_of_torchvision() -> None:
-    """torchvision's compiled part needs CUDA libraries; upstream imports the package, but calls none of its operators."""
-    import torch
-
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _build_for(family: str) -> None:

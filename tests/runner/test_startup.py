@@ -5,6 +5,7 @@ The published pair is the log of vllm-ascend PR #11380: Qwen3-30B-A3B, TP2 EP2 o
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,15 @@ MIB = 1 << 20
 POOL_BYTES_519_MB = 519 * MIB
 
 pytestmark = pytest.mark.sim_only("these are particular cards with particular memory")
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory):
+    """The published model with 3 of its 48 layers: for figures that do not depend on their number."""
+    path = tmp_path_factory.mktemp("models") / "short.json"
+    model = json.loads((EXAMPLES / "models" / "Qwen3-30B-A3B.json").read_text())
+    path.write_text(json.dumps(model | {"num_hidden_layers": 3}))
+    return path
 
 
 def owned(result, owner, label="", rank=0):
@@ -95,53 +105,48 @@ def test_same_model_on_a2_has_no_expert_exchange(start_scenario):
 
 
 @pytest.mark.parametrize("megabytes", [200, 512])
-def test_hccl_buffsize_counts_only_where_mc2_runs(start_scenario, megabytes):
+def test_hccl_buffsize_counts_only_where_mc2_runs(start_scenario, short_model, megabytes):
     """Scenario 3: non-torch memory before the fix follows HCCL_BUFFSIZE twice, after it not at all."""
+
+    def non_torch_bytes(policy, **settings):
+        return start_scenario(SEED, policy, model=short_model, **settings).ranks[0].non_torch_bytes
+
     smaller = {"environment": {"HCCL_BUFFSIZE": megabytes}}
-    assert (
-        start_scenario(SEED, "runnable").ranks[0].non_torch_bytes
-        - start_scenario(SEED, "runnable", **smaller).ranks[0].non_torch_bytes
-        == 2 * (1024 - megabytes) * MIB
-    )
-    assert (
-        start_scenario(SEED, "skip").ranks[0].non_torch_bytes
-        == start_scenario(SEED, "skip", **smaller).ranks[0].non_torch_bytes
-    )
+    assert non_torch_bytes("runnable") - non_torch_bytes("runnable", **smaller) == 2 * (1024 - megabytes) * MIB
+    assert non_torch_bytes("skip") == non_torch_bytes("skip", **smaller)
 
 
-def test_decode_only_profiles_the_model_under_either_policy(start_scenario):
-    """Scenario 4: the fix changes nothing, the pool is 99 MB, and the cache gets as little as before the fix."""
-    before, after = (start_scenario(DECODE_ONLY, policy) for policy in ("runnable", "skip"))
-    full = start_scenario(SEED, "runnable")
+def test_decode_only_profiles_the_model_under_either_policy(start_scenario, short_model):
+    """Scenario 4: the fix changes nothing, the pool is 99 MB, and the cache gets about as little as before the fix."""
+    before, after = (start_scenario(DECODE_ONLY, policy, model=short_model) for policy in ("runnable", "skip"))
+    full, fixed = (start_scenario(SEED, policy, model=short_model) for policy in ("runnable", "skip"))
     for result in (before, after):
         assert "xlite runtime pool size: 99 MB" in result.log_lines
         assert result.ranks[0].peak_activation_bytes == full.ranks[0].peak_activation_bytes
         assert owned(result, "xlite pool") == 100 * MIB  # whole pages of 2 MiB
     assert before.ranks[0].available_kv_cache_bytes == after.ranks[0].available_kv_cache_bytes
     assert full.ranks[0].available_kv_cache_bytes < before.ranks[0].available_kv_cache_bytes
-    assert (
-        before.ranks[0].available_kv_cache_bytes
-        < start_scenario(SEED, "skip").ranks[0].available_kv_cache_bytes
-    )
+    assert before.ranks[0].available_kv_cache_bytes < fixed.ranks[0].available_kv_cache_bytes
 
 
-def test_poorest_rank_decides(start_scenario):
+def test_poorest_rank_decides(start_scenario, short_model):
     """Scenario 9: a smaller card on one rank means as many blocks for both as it can hold."""
     total = 65787658240
     memory = {"total_memory_bytes": [total, total - 1024 * MIB], "free_memory_bytes": [65383120896, 65383120896 - 1024 * MIB]}
-    result = start_scenario(SEED, "skip", **memory)
+    result = start_scenario(SEED, "skip", model=short_model, **memory)
     rich, limiting = result.ranks
     assert result.limiting_rank is limiting
     assert rich.available_kv_cache_bytes - limiting.available_kv_cache_bytes == pytest.approx(0.95 * 1024 * MIB, abs=2)
-    assert result.num_gpu_blocks == limiting.available_kv_cache_bytes // (48 * 2 * 128 * 2 * 128 * 2)
+    assert result.num_gpu_blocks == limiting.available_kv_cache_bytes // (3 * 2 * 128 * 2 * 128 * 2)
 
 
-def test_neighbour_that_was_there_before_costs_nothing_more(start_scenario):
+def test_neighbour_that_was_there_before_costs_nothing_more(start_scenario, short_model):
     """Scenario 8: only what is taken after the first snapshot counts."""
-    alone = start_scenario(SEED, "skip")
+    alone = start_scenario(SEED, "skip", model=short_model)
     shared = start_scenario(
         SEED,
         "skip",
+        model=short_model,
         free_memory_bytes=65383120896 - 2048 * MIB,
         other_processes=[{"name": "first instance", "memory_bytes": 2048 * MIB}],
     )

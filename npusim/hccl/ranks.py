@@ -56,6 +56,11 @@ class Ranks:
         """Whether other ranks run, too, so that the calling one stands for a process of its own."""
         return len(self._ranks) > 1
 
+    @property
+    def is_lone(self) -> bool:
+        """Whether the calling rank's peers are not there, so that nothing that differs from rank to rank can be checked."""
+        return False
+
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run ``functions[rank]`` for all ranks and return what each returned.
 
@@ -188,6 +193,11 @@ class LoneRank(Ranks):
     @property
     def are_several(self) -> bool:
         """Whether the rank stands for one of several processes: always."""
+        return True
+
+    @property
+    def is_lone(self) -> bool:
+        """Whether its peers are not there: always."""
         return True
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:

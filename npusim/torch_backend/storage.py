@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from npusim.torch_backend.runtime import DeviceRuntime
     from npusim.torch_backend.values import Bytes
 
+ND = 2
+"""torch_npu's number for memory in plain order."""
 _construct = torch._C._construct_storage_from_data_pointer
 
 
@@ -24,12 +26,13 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
     last tensor over it goes.
     """
 
-    __slots__ = ("address", "device", "key", "num_bytes", "value")
+    __slots__ = ("address", "device", "key", "npu_format", "num_bytes", "value")
 
     key: int
     device: DeviceRuntime
     address: int
     num_bytes: int
+    npu_format: int
     value: Bytes | None
 
     def resize(self, num_bytes: int) -> None:
@@ -75,6 +78,7 @@ class StorageTable:
         record = StorageRecord(storage, self._on_death)
         key = storage._cdata
         record.key, record.device, record.address, record.num_bytes = key, device, address, num_bytes
+        record.npu_format = ND
         record.value = None
         self._records[key] = record
 

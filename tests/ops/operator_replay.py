@@ -14,11 +14,13 @@ import torch
 
 import npusim
 from npusim.errors import UncomputedValueError, UnmodelledCallError
+from npusim.torch_backend.registration import platform
 from npusim.torch_backend.storage import StorageTable, contiguous_stride
 
 DATA = Path(__file__).parents[1] / "data" / "operators"
 Record = dict[str, Any]
 PLAIN_FORMATS = (0, 2, 30)
+MODELLED_FORMATS = (*PLAIN_FORMATS, 29, 50, 51)
 READS_VALUES = frozenset(
     {
         "aten::_local_scalar_dense",
@@ -108,6 +110,8 @@ class Replayer:
             UnmodelledCallError: The double refuses the call as not modelled.
         """
         allocator, recorder = self._allocator, self._recorder
+        if not record.get("allow_internal_format", True):
+            raise UnmodelledCallError("internal formats switched off")
         if any(_has_internal_format(value) for value in (record.get("args"), record.get("kw"), record.get("out"))):
             raise UnmodelledCallError("internal formats")
         if "died" in record or "missing" in record or "input_error" in record:
@@ -177,6 +181,8 @@ class Replayer:
             return torch.as_strided(storage, size, stride, offset)
         storages: StorageTable = self.world.storages
         storage = storages.allocate(self._runtime, recorded["b"])
+        if recorded.get("f", 2) not in PLAIN_FORMATS:
+            storages.of_storage(storage).npu_format = recorded["f"]
         tensor = storages.tensor(storage, dtype, size, stride, offset)
         return tensor.zero_() if operator in READS_VALUES else tensor
 
@@ -203,7 +209,7 @@ def _scalar(text: str) -> Any:
 
 def _has_internal_format(value: Any) -> bool:
     if isinstance(value, dict):
-        return value.get("f", 2) not in PLAIN_FORMATS or any(_has_internal_format(item) for item in value.values())
+        return value.get("f", 2) not in MODELLED_FORMATS or any(_has_internal_format(item) for item in value.values())
     return isinstance(value, list) and any(_has_internal_format(item) for item in value)
 
 
@@ -237,6 +243,7 @@ def _result_differences(result: Any, recorded: Any, inputs: dict[str, torch.Tens
         "storage bytes": recorded["b"],
         "device": recorded.get("dev", "npu"),
         "alias": recorded.get("alias"),
+        "format": recorded["f"] if recorded.get("f", 2) not in PLAIN_FORMATS else 2,
     }
     storage = result.untyped_storage()
     alias = None
@@ -250,5 +257,6 @@ def _result_differences(result: Any, recorded: Any, inputs: dict[str, torch.Tens
         "storage bytes": storage.nbytes(),
         "device": result.device.type,
         "alias": alias,
+        "format": platform().storages.of(result).npu_format if result.device.type == "npu" else 2,
     }
     return [f"{path} {key} {found[key]}, recorded {expected[key]}" for key in expected if found[key] != expected[key]]

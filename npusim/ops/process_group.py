@@ -1,32 +1,54 @@
-"""The ``hccl`` process group: torch.distributed's collectives between the ranks of one process."""
+"""The process group of simulated ranks: torch.distributed's collectives between the ranks of one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import distributed as dist
 from torch import Tensor
+from torch import distributed as dist
+from torch.nn import functional
 
+from npusim.device.hbm import OutOfHbmError
+from npusim.errors import UnmodelledCallError
 from npusim.hccl.communicator import Communicator
 from npusim.hccl.ranks import Ranks
-from npusim.torch_backend.registration import has_platform, platform
-from npusim.torch_backend.tensors import new_like, runtime_of
+from npusim.ops.refusal import refusal
+from npusim.torch_backend.registration import platform
+from npusim.torch_backend.runtime import DeviceRuntime
+from npusim.torch_backend.tensors import new_like, new_on, runtime_of
 
-Payload = tuple[list[Tensor], list[Tensor]]
-"""One rank's inputs and outputs."""
+Parts = list[list[Tensor]]
+"""Each rank's inputs on the host, by group rank."""
+Combine = Callable[[Parts, Sequence[int]], list[Tensor]]
+"""Computes the outputs of some ranks, one rank's after the other's."""
 
-_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "RedOpType.SUM": lambda stacked: stacked.sum(0),
-    "RedOpType.MAX": lambda stacked: stacked.amax(0),
-    "RedOpType.MIN": lambda stacked: stacked.amin(0),
-    "RedOpType.PRODUCT": lambda stacked: stacked.prod(0),
+INVALID_PARAMETER = "ERR02001 DIST invalid parameter"
+INVALID_TYPE = "ERR02002 DIST invalid type"
+NOT_SUPPORTED = "ERR02007 DIST feature not supported"
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "SUM": lambda stacked: stacked.sum(0),
+    "AVG": lambda stacked: stacked.sum(0) / len(stacked),
+    "MAX": lambda stacked: stacked.amax(0),
+    "MIN": lambda stacked: stacked.amin(0),
+    "PRODUCT": lambda stacked: stacked.prod(0),
 }
+_NOT_REDUCED = {
+    torch.float64: "at::kDouble",
+    torch.float8_e4m3fn: "at::ScalarType::Float8_e4m3fn",
+    torch.float8_e5m2: "at::ScalarType::Float8_e5m2",
+}
+"""Types that HCCL does not reduce on A2 and A3. Exact: golden records and torch_npu 2.13.0."""
+_NOT_REDUCE_SCATTERED = {**_NOT_REDUCED, torch.uint8: "at::kByte/at::kBool", torch.bool: "at::kByte/at::kBool"}
+_REDUCED_AS_INT32 = (torch.bool, torch.uint8)
+_ALL_GATHER_ALIGNMENT_BYTES = 512
+"""To a multiple of this size ``all_gather`` into a list pads its tensors. Exact: torch_npu 2.13.0, Ascend910B3."""
 
 
-def _reduce(op: Any, parts: Sequence[Tensor]) -> Tensor:
-    return _REDUCE[str(op.op)](torch.stack(list(parts))).to(parts[0].dtype)
+def _reduced(name: str, parts: Sequence[Tensor]) -> Tensor:
+    return _REDUCTIONS[name](torch.stack(list(parts))).to(parts[0].dtype)
 
 
 def _done(result: Any) -> Any:
@@ -35,49 +57,80 @@ def _done(result: Any) -> Any:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-class HcclOptions(dist.ProcessGroup.Options if hasattr(dist.ProcessGroup, "Options") else object):  # type: ignore[misc]
-    """``ProcessGroupHCCL.Options``.
+def _padding(tensor: Tensor) -> int:
+    """Elements that a tensor lacks to the next multiple of the alignment."""
+    return -tensor.numel() * tensor.element_size() % _ALL_GATHER_ALIGNMENT_BYTES // tensor.element_size()
 
-    Attributes:
-        hccl_config: ``hccl_buffer_size`` in megabytes, ``group_name``.
-    """
 
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self.hccl_config: dict[str, Any] = {}
+def _padded(tensor: Tensor, padding: int) -> Tensor:
+    """What torch_npu makes of a tensor that it pads; booleans as int32 in between."""
+    size = (tensor.numel() + padding,)
+    if tensor.dtype is torch.bool:
+        narrow = new_like(tensor, tensor.shape, torch.int32)
+        wide = new_like(narrow, size)
+        del narrow
+        padded = new_like(tensor, size)
+        del wide
+        return padded
+    return new_like(tensor, size)
+
+
+def _size(tensor: Tensor) -> str:
+    return f"{tensor.numel()} x {tensor.dtype}"
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
     """A group of ranks that meet in one process.
 
-    On device tensors it is an HCCL communicator, created at the first collective or by :meth:`get_hccl_comm_name`, whose
-    buffers are taken at its first operation. On host tensors it stands in for gloo and takes nothing.
+    For device tensors it has an HCCL communicator, created at the first collective or by :meth:`get_hccl_comm_name`, whose
+    buffers are taken at its first operation. For host tensors it stands in for gloo and takes nothing.
+
+    A collective is complete when the call returns: in virtual time the current stream waits for it at once, also when
+    ``async_op`` was asked for.
 
     Args:
         ranks: Lockstep of this process' ranks.
         name: torch's name of the group, the same on all its ranks.
         group_rank: This rank's number in the group.
         global_ranks: The group's ranks in the world.
+        device_types: Whose tensors it takes: ``npu``, ``cpu`` or both.
         buffer_mb: HCCL buffer per direction in megabytes; None for the environment's.
         label: The group's name in reports.
     """
 
     def __init__(
-        self, ranks: Ranks, name: str, group_rank: int, global_ranks: Sequence[int], buffer_mb: int | None, label: str
+        self,
+        ranks: Ranks,
+        name: str,
+        group_rank: int,
+        global_ranks: Sequence[int],
+        *,
+        device_types: Sequence[str] = ("npu",),
+        buffer_mb: int | None = None,
+        label: str | None = None,
     ) -> None:
         super().__init__(group_rank, len(global_ranks))
         self._ranks = ranks
         self._name = name
-        self._label = label
+        self._label = name if label is None else label
         self._group_rank = group_rank
-        self._size = len(global_ranks)
+        self._global_ranks = tuple(global_ranks)
+        self._taken = tuple(device_types)
         self._buffer_mb = buffer_mb
         self._communicator: Communicator | None = None
+        self._stream_id = 0
         self._num_collectives = 0
+        self._description = ""
+
+    # What torch asks of a group
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """torch's name of the backend."""
-        return "hccl"
+        return "hccl" if "npu" in self._taken else "gloo"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device_type) for device_type in self._taken]
 
     @property
     def pg_name(self) -> str:
@@ -85,19 +138,34 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._name
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         """torch's name of the group."""
         return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the group is for, as its creator says."""
+        return self._description
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
     def _set_group_desc(self, desc: str) -> None:
-        del desc
+        self._description = desc
 
-    def _get_backend(self, device: torch.device) -> SimulatedProcessGroup:
-        del device
+    def _get_backend(self, device: torch.device) -> Any:
+        self._check_device(torch.device(device).type)
         return self
+
+    def shutdown(self) -> None:
+        """Give the communicator's memory back."""
+        if self._communicator is not None:
+            self._communicator.destroy()
+            self._communicator = None
+
+    abort = shutdown
+
+    # The communicator
 
     def get_hccl_comm_name(self, rank: int) -> str:
         """The communicator's name for operators that communicate themselves; creates it, without buffers."""
@@ -106,245 +174,333 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return self._name
 
     def communicator(self) -> Communicator:
-        """The HCCL communicator on the calling rank's device."""
+        """The HCCL communicator on the calling rank's device; it has a stream of its own, as in torch_npu."""
         if self._communicator is None:
             active = platform()
             runtime = active.runtimes[active.current_device()]
-            self._communicator = runtime.hccl.communicator(self._label, self._size, self._buffer_mb)
+            self._communicator = runtime.hccl.communicator(self._label, len(self._global_ranks), self._buffer_mb)
+            self._stream_id = runtime.streams.take()
             runtime.communicators[self._name] = self._communicator
         return self._communicator
 
+    # Collectives
+
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Sum (or other reduction) over ranks, in place."""
-        self._collective(("allreduce", str(opts.reduceOp.op)), tensors, tensors, lambda parts: _reduce(opts.reduceOp, parts))
+        self._reduce(tensors[0], self._reduction(opts.reduceOp, tensors, "allreduce"), None)
         return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
+        """:meth:`allreduce` for each of several tensors."""
+        for tensor in tensors:
+            self.allreduce([tensor], opts)
+        return _done(tensors)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Sum (or other reduction) over ranks, in place at the root."""
+        self._reduce(tensors[0], self._reduction(opts.reduceOp, tensors, "reduce"), opts.rootRank)
+        return _done(tensors)
+
+    def _reduce(self, tensor: Tensor, name: str, root: int | None) -> None:
+        """Booleans and bytes are reduced as int32 copies, which the communicator's stream uses (exact: golden records)."""
+        as_copy = tensor.device.type == "npu" and tensor.dtype in _REDUCED_AS_INT32
+        reduced = tensor.to(torch.int32) if as_copy else tensor
+        outputs = [reduced] if root in (None, self._group_rank) else []
+
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            total = _reduced(name, [part[0] for part in parts])
+            return [total for receiver in receivers if root in (None, receiver)]
+
+        call, where = ("allreduce", "") if root is None else ("reduce", f" at {root}")
+        self._collective(call, f"{name} of {_size(reduced)}{where}", [reduced], outputs, combine)
+        if as_copy:
+            tensor.copy_(reduced)
+            record = platform().storages.of(reduced)
+            record.device.allocator.record_stream(record.address, self._handle(record.device))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """The root's tensor, in place."""
-        root = opts.rootRank
-        self._collective(("broadcast", root), tensors, tensors, lambda parts: parts[root])
+        (tensor,), root = tensors, opts.rootRank
+
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            return [parts[root][0]] * len(receivers)
+
+        self._collective("broadcast", f"{_size(tensor)} from {root}", tensors, tensors, combine, senders=[root])
         return _done(tensors)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
         """All ranks' inputs, one after another."""
         del opts
-        shape = output.shape
-        self._collective("allgather_base", [input], [output], lambda parts: torch.cat([p.flatten() for p in parts]).view(shape))
-        return _done(output)
+        if output.dtype != input.dtype:
+            raise refusal("output tensor must have the same type as input tensor", INVALID_PARAMETER)
+        if output.numel() != input.numel() * self.size():
+            raise refusal("output tensor size must be equal to world_size times input tensor size", INVALID_PARAMETER)
 
-    _allgather_base = all_gather_single
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            return [torch.cat([part[0].flatten() for part in parts])] * len(receivers)
+
+        self._collective("allgather_base", _size(input), [input], [output], combine)
+        return _done(output)
 
     def allgather(self, output_lists: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """All ranks' inputs in a list: through one flat tensor, which is then copied out (exact: golden records)."""
         del opts
-        outputs, part = output_lists[0], inputs[0]
-        if part.device.type != "npu":
-            self._collective("allgather", inputs, outputs, None)
+        (outputs,), (part,) = output_lists, inputs
+        self._check([part, *outputs])
+        if len(outputs) != self.size():
+            text = "Tensor list input to scatter/gather must match number of collective participants"
+            raise refusal(text, INVALID_PARAMETER)
+        if part.device.type == "npu":
+            self._gather_flat(outputs, part)
             return _done(output_lists)
-        flat = new_like(part, (self._size, *part.shape))
-        self._collective("allgather", inputs, [flat], torch.stack)
-        for index, output in enumerate(outputs):
-            output.copy_(flat[index])
+
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            return [part[0] for part in parts] * len(receivers)
+
+        self._collective("allgather", str(part.dtype), inputs, outputs, combine)
         return _done(output_lists)
+
+    def _gather_flat(self, outputs: Sequence[Tensor], part: Tensor) -> None:
+        counts = [output.numel() for output in outputs]
+        padding = _padding(part) if len(set(counts)) == 1 else 0
+        padded = [_padded(tensor, padding) for tensor in (*outputs, part)] if padding else []
+        flat = new_like(part, (sum(counts) + len(counts) * padding,))
+        del padded
+
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            rows = [functional.pad(part[0].flatten(), (0, padding)) for part in parts]
+            return [torch.cat(rows)] * len(receivers)
+
+        self._collective("allgather", str(part.dtype), [part], [flat], combine)
+        shares = flat.split([count + padding for count in counts])
+        for output, share, count in zip(outputs, shares, counts, strict=True):
+            output.copy_(share[:count].view(output.shape))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:  # noqa: A002
         """Each rank's share of the sum over ranks."""
-        me, size = self._group_rank, self._size
+        self._check([input, output])
+        if input.dtype != output.dtype:
+            raise refusal("input tensor must be the same type as the output tensor.", INVALID_TYPE)
+        if input.numel() != output.numel() * self.size():
+            text = "input tensor must be the same size as output size times world size"
+            raise refusal(text, INVALID_PARAMETER)
+        name = self._reduction(opts.reduceOp, [input], "_reduce_scatter_base")
 
-        def share(parts: list[Tensor], rank: int = me) -> Tensor:
-            return _reduce(opts.reduceOp, parts).chunk(size)[rank]
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            shares = _reduced(name, [part[0].flatten() for part in parts]).chunk(len(parts))
+            return [shares[receiver] for receiver in receivers]
 
-        self._collective(("reduce_scatter", str(opts.reduceOp.op)), [input], [output], share, per_rank=True)
+        self._collective("reduce_scatter", f"{name} of {_size(input)}", [input], [output], combine)
         return _done(output)
 
-    _reduce_scatter_base = reduce_scatter_single
+    def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
+        """The sum over ranks of what each has for this rank; through one flat tensor (exact: torch_npu 2.13.0)."""
+        (output,), (inputs,) = outputs, input_lists
+        name = self._reduction(opts.reduceOp, inputs, "reduce_scatter")
+        flat = self._flat(inputs)
+
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            return [_reduced(name, [part[receiver] for part in parts]) for receiver in receivers]
+
+        self._collective("reduce_scatter", f"{name}, lists of {output.dtype}", inputs, outputs, combine)
+        del flat
+        return _done(outputs)
 
     def alltoall_base(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None  # noqa: A002
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> Any:
         """Rows to every rank, rows from every rank; even shares unless split sizes are given."""
         del opts
-        sends = list(input_splits) or [input.shape[0] // self._size] * self._size
-        receives = list(output_splits) or [output.shape[0] // self._size] * self._size
-        for name, splits, tensor in (("input", sends, input), ("output", receives, output)):
-            if sum(splits) != (tensor.shape[0] if tensor.dim() else 0):
-                raise ValueError(f"Split sizes doesn't match total dim 0 size: {name} {splits}, {tuple(tensor.shape)}")
-        self._exchange(output, input, sends, receives)
+        sends, receives = self._splits(input_splits, input), self._splits(output_splits, output)
+
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            shares = [part[0].split(splits) for part, splits in zip(parts, all_sends, strict=True)]
+            return [torch.cat([share[receiver] for share in shares]) for receiver in receivers]
+
+        all_sends: list[list[int]] = []
+
+        def check(splits: Sequence[tuple[list[int], list[int]]], receivers: Sequence[int]) -> None:
+            all_sends.extend(sends for sends, _ in splits)
+            for receiver in receivers:
+                offered, expected = [sends[receiver] for sends in all_sends], splits[receiver][1]
+                if offered != expected and not self._ranks.is_lone:
+                    raise RuntimeError(
+                        f"rank {receiver} expects {expected} rows of all_to_all on {self._label}, gets {offered}"
+                    )
+
+        self._collective("alltoall_base", str(input.dtype), [input], [output], combine, (sends, receives), check)
         return _done(output)
 
-    def barrier(self, opts: Any = None) -> Any:
-        """Wait for all ranks; takes a byte and a word on the device while it waits (exact: golden records)."""
+    all_to_all_single = alltoall_base
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """A tensor to every rank, a tensor from every rank; through two flat tensors (exact: torch_npu 2.13.0)."""
         del opts
-        self._collective("barrier", [], [], None)
+        self._check([*inputs, *outputs])
+        flat = self._flat(inputs), self._flat(outputs)
+
+        def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
+            return [part[receiver] for receiver in receivers for part in parts]
+
+        self._collective("alltoall", str(inputs[0].dtype), inputs, outputs, combine)
+        del flat
+        return _done(outputs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for all ranks; takes a byte and a word on the device meanwhile (exact: golden records)."""
+        del opts
+        if "npu" in self._taken:
+            active = platform()
+            runtime = active.runtimes[active.current_device()]
+            held = [new_on(runtime, (1,), torch.uint8), new_on(runtime, (1,), torch.float32)]
+            self._collective("barrier", "", held[1:], [], lambda parts, receivers: [])
+            runtime.synchronize_device()
+        else:
+            self._collective("barrier", "", [], [], lambda parts, receivers: [])
         return _done(None)
 
-    def _meet(self, operation: Hashable, payload: Any, finish: Callable[[list[Any], Sequence[int]], None]) -> None:
-        self._num_collectives += 1
-        key = (self._name, self._num_collectives)
-        self._ranks.meet(key, self._group_rank, self._size, operation, payload, finish)
+    # How they are done
 
-    def _operate(self, tensors: Sequence[Tensor]) -> bool:
-        """Check the tensors, open the communicator; whether they are on a device."""
+    def _flat(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Device memory for tensors that go through one, in front of the collective or behind it."""
+        if tensors[0].device.type != "npu":
+            return None
+        return new_like(tensors[0], (sum(tensor.numel() for tensor in tensors),))
+
+    def _splits(self, given: Sequence[int], tensor: Tensor) -> list[int]:
+        num_rows, size = tensor.shape[0] if tensor.dim() else 0, self.size()
+        if not given and num_rows % size:
+            raise refusal("Tensor's dim 0 does not divide equally across group size", INVALID_PARAMETER)
+        splits = list(given) or [num_rows // size] * size
+        if sum(splits) != num_rows:
+            raise refusal("Split sizes doesn't match total dim 0 size", INVALID_TYPE)
+        return splits
+
+    def _reduction(self, op: Any, tensors: Sequence[Tensor], call: str) -> str:
+        """Name of a reduction that the group can do with these tensors."""
+        self._check(tensors)
+        name = str(op.op).rpartition(".")[2]
+        refused = _NOT_REDUCE_SCATTERED if "scatter" in call else _NOT_REDUCED
+        if tensors[0].device.type == "npu" and tensors[0].dtype in refused:
+            raise refusal(f"HCCL {call}: Unsupported data type {refused[tensors[0].dtype]}", NOT_SUPPORTED)
+        if name not in _REDUCTIONS:
+            raise refusal(f"Cannot use ReduceOp.{name} with HCCL", NOT_SUPPORTED)
+        return name
+
+    def _check_device(self, device_type: str) -> None:
+        if device_type not in self._taken:
+            raise RuntimeError(f"No backend type associated with device type {device_type}")
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
+            self._check_device(tensor.device.type)
             if not tensor.is_contiguous():
-                raise RuntimeError("Tensors must be contiguous")
-        on_device = bool(tensors) and tensors[0].device.type == "npu"
-        if on_device:
+                raise refusal("Tensors must be contiguous", INVALID_TYPE)
+
+    def _operate(self, runtime: DeviceRuntime, call: str) -> None:
+        """Run on the communicator's stream, between what was queued on the current one before and after."""
+        try:
             self.communicator().operate()
-            runtime = runtime_of(tensors[0].device)
-            runtime.card.launch("hccl", runtime.current_stream())
-        return on_device
+        except OutOfHbmError as error:
+            text = f"HCCL function error: {call}, error code is 3"
+            raise refusal(text, "ERR02200 DIST call hccl api failed") from error
+        streams, stream, current = runtime.card.streams, self._handle(runtime), runtime.current_stream()
+        streams.wait_event(stream, streams.record_event(current))
+        runtime.card.launch(f"hccl.{call}", stream)
+        streams.wait_event(current, streams.record_event(stream))
+
+    def _handle(self, runtime: DeviceRuntime) -> int:
+        return runtime.streams.handle_of(self._stream_id)
 
     def _collective(
         self,
-        operation: Hashable,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        combine: Callable[..., Tensor] | None,
+        call: str,
+        detail: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        combine: Combine,
+        extra: Any = None,
+        check: Callable[[Sequence[Any], Sequence[int]], None] | None = None,
         *,
-        per_rank: bool = False,
+        senders: Sequence[int] | None = None,
     ) -> None:
-        on_device = self._operate([*inputs, *outputs])
+        """Meet the group's other ranks; the last one to come computes for all.
 
-        def finish(payloads: list[Payload], receivers: Sequence[int]) -> None:
-            if combine is None and not outputs:
-                return
-            sources = [source for part, _ in payloads for source in part]
+        Args:
+            call: What is done; all ranks must do the same.
+            detail: Root, sizes and types, in which they must agree, too.
+            inputs: This rank's tensors to read.
+            outputs: This rank's tensors to write.
+            combine: Computes.
+            extra: What ``check`` gets from each rank.
+            check: Refuses what does not fit together.
+            senders: Ranks whose inputs count. Default: all.
+        """
+        tensors = [*inputs, *outputs]
+        self._check(tensors)
+        on_device = any(tensor.device.type == "npu" for tensor in tensors)
+        if on_device:
+            self._operate(runtime_of(tensors[0].device), call)
+
+        def finish(payloads: list[tuple[Sequence[Tensor], Sequence[Tensor], Any]], receivers: Sequence[int]) -> None:
+            if check is not None:
+                check([extra for _, _, extra in payloads], receivers)
+            given = [part if senders is None or rank in senders else () for rank, (part, _, _) in enumerate(payloads)]
+            counts = [len(part) for part in given]
             targets = [target for rank in receivers for target in payloads[rank][1]]
+            shapes = [tuple(target.shape) for target in targets]
 
-            def compute(*parts: Tensor) -> list[Tensor]:
-                if combine is None:
-                    return [part for _ in receivers for part in parts]
-                if per_rank:
-                    return [combine(list(parts), rank) for rank in receivers]
-                return [combine(list(parts))] * len(receivers)
+            def compute(*hosts: Tensor) -> list[Tensor]:
+                each = iter(hosts)
+                parts = [[next(each) for _ in range(count)] for count in counts]
+                results = combine(parts, receivers)
+                return [result.reshape(shape) for result, shape in zip(results, shapes, strict=True)]
 
+            sources = [source for part in given for source in part]
+            if not targets:
+                return
             if on_device:
                 platform().values.update(targets, sources, compute)
             else:
                 for target, result in zip(targets, compute(*[source.clone() for source in sources]), strict=True):
                     target.copy_(result)
 
-        self._meet(operation, (inputs, outputs), finish)
+        self._meet(f"{call} {detail}".rstrip(), (inputs, outputs, extra), finish)
 
-    def _exchange(self, output: Tensor, source: Tensor, sends: list[int], receives: list[int]) -> None:
-        on_device = self._operate([source, output])
-
-        def finish(payloads: list[tuple[Tensor, Tensor, list[int], list[int]]], receivers: Sequence[int]) -> None:
-            for receiver in receivers:
-                expected = payloads[receiver][3]
-                offered = [payload[2][receiver] for payload in payloads]
-                if offered != expected:
-                    raise RuntimeError(f"rank {receiver} expects {expected} rows of all_to_all on {self._label}, gets {offered}")
-
-            splits = [payload[2] for payload in payloads]  # not the payloads: a result that nobody reads holds no tensors
-
-            def compute(*parts: Tensor) -> list[Tensor]:
-                chunks = [part.split(shares) for part, shares in zip(parts, splits, strict=True)]
-                return [torch.cat([chunk[receiver] for chunk in chunks]) for receiver in receivers]
-
-            targets, sources = [payloads[receiver][0] for receiver in receivers], [payload[1] for payload in payloads]
-            if on_device:
-                platform().values.update(targets, sources, compute)
-            else:
-                for target, result in zip(targets, compute(*sources), strict=True):
-                    target.copy_(result)
-
-        self._meet("alltoall_base", (output, source, sends, receives), finish)
+    def _meet(self, operation: Hashable, payload: Any, finish: Callable[[list[Any], Sequence[int]], None]) -> None:
+        self._num_collectives += 1
+        group = f"group {self._label!r} of ranks {list(self._global_ranks)}", self._num_collectives
+        self._ranks.meet(group, self._group_rank, self.size(), operation, payload, finish)
 
 
-def is_hccl_available() -> bool:
-    """``torch.distributed.is_hccl_available``, which torch_npu adds."""
-    return True
+def _unmodelled(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: SimulatedProcessGroup, *args: Any, **kwargs: Any) -> NoReturn:
+        del self, args, kwargs
+        raise UnmodelledCallError(f"ProcessGroupHCCL.{name} is not modelled on the simulated device")
+
+    return refuse
 
 
-def register_backend() -> None:
-    """Make ``hccl`` a backend of torch.distributed, and its process groups a matter of each rank."""
-    if "HCCL" in dist.Backend._plugins:
-        return
-    dist.Backend.register_backend("hccl", _create, extended_api=True, devices=["npu"])
-    dist.is_hccl_available = is_hccl_available  # type: ignore[attr-defined]
-    _separate_ranks()
-
-
-def _create(options: Any, hccl_options: HcclOptions | None) -> SimulatedProcessGroup:
-    config = hccl_options.hccl_config if hccl_options is not None else {}
-    return SimulatedProcessGroup(
-        platform().ranks,
-        str(options.group_id),
-        options.group_rank,
-        options.global_ranks_in_group or range(options.group_size),
-        config.get("hccl_buffer_size"),
-        config.get("group_name") or str(options.group_id),
-    )
-
-
-class _RankState:
-    """torch.distributed's registry of process groups, for one rank."""
-
-    def __init__(self) -> None:
-        self.default_pg: Any = None
-        self.pg_map: dict[Any, Any] = {}
-        self.pg_names: dict[Any, Any] = {}
-        self.pg_group_ranks: dict[Any, Any] = {}
-        self.pg_backend_config: dict[Any, Any] = {}
-        self.group_count = 0
-        self.tags_to_pg: dict[Any, Any] = {}
-        self.pg_to_tag: dict[Any, Any] = {}
-        self.pg_coalesce_state: dict[Any, Any] = {}
-        self.comms: list[Any] = []
-
-
-class _RankRegistries:
-    """Stands where torch keeps that registry: in a simulated world each rank has its own, else torch's is used."""
-
-    def __init__(self, original: Any) -> None:
-        object.__setattr__(self, "_original", original)
-
-    def _state(self) -> Any:
-        if not has_platform():
-            return self._original
-        ranks = platform().ranks
-        return ranks.attached.setdefault(("torch.distributed", ranks.current), _RankState())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._state(), name, value)
-
-
-def _separate_ranks() -> None:
-    """Let several ranks of one process each have torch.distributed for themselves.
-
-    torch's C++ registry of groups by name, which serves functional collectives only, has one entry per name and process;
-    simulated groups stay out of it.
-    """
-    from torch.distributed import distributed_c10d
-
-    register, unregister = distributed_c10d._register_process_group, distributed_c10d._unregister_process_group
-    new_process_group = distributed_c10d._new_process_group_helper
-
-    def register_process_group(name: str, group: Any) -> None:
-        if not isinstance(group, SimulatedProcessGroup):
-            register(name, group)
-
-    def unregister_process_group(name: str) -> None:
-        if not has_platform():
-            unregister(name)
-
-    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
-        """Gloo groups of a simulated world are simulated: real ones would wait for ranks that have no turn."""
-        position = 3
-        is_gloo = has_platform() and str(args[position]) == dist.Backend.GLOO
-        if not is_gloo:
-            return new_process_group(*args, **kwargs)
-        group, store = new_process_group(*args[:position], dist.Backend("hccl"), *args[position + 1 :], **kwargs)
-        if group in distributed_c10d._world.pg_map:
-            distributed_c10d._world.pg_map[group] = (dist.Backend(dist.Backend.GLOO), store)
-        return group, store
-
-    distributed_c10d._new_process_group_helper = new_process_group_helper
-    distributed_c10d._world = _RankRegistries(distributed_c10d._world)  # type: ignore[assignment]
-    distributed_c10d._register_process_group = register_process_group  # type: ignore[assignment]
-    distributed_c10d._unregister_process_group = unregister_process_group  # type: ignore[assignment]
+for _name in (  # torch_npu makes gather and scatter of other collectives, with objects sent first
+    "all_gather_single_coalesced",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "merge_remote_group",
+    "monitored_barrier",
+    "recv",
+    "recv_anysource",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
+    "split_group",
+):
+    setattr(SimulatedProcessGroup, _name, _unmodelled(_name))

@@ -34,11 +34,11 @@ def bind(npu_module: ModuleType) -> None:
         WorldError: The real torch_npu got there first.
     """
     from npusim import ops
-    from npusim.ops import process_group
+    from npusim.ops import distributed
     from npusim.torch_backend import registration
     from npusim.torch_backend.fallback import fallback
 
     ops.declare_all()
     registration.register(npu_module, fallback)
-    process_group.register_backend()
+    distributed.register_backend()
     sys.meta_path.insert(0, _AscendExtensionFinder())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from npusim.ops.process_group import HcclOptions, SimulatedProcessGroup
+from npusim.ops.distributed import HcclOptions
+from npusim.ops.process_group import SimulatedProcessGroup
 
 
 class ProcessGroupHCCL(SimulatedProcessGroup):

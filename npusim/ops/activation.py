@@ -66,7 +66,9 @@ for _name in ("npu::npu_fast_gelu", "npu::fast_gelu"):
     operator(_name, computes=_fast_gelu)(lambda input: new_like(input))
 
 
-@operator("npu::npu_gelu", computes=lambda input, *, approximate="none": functional.gelu(input, approximate=approximate))
+@operator(
+    "npu::npu_gelu", computes=lambda input, *, approximate="none": functional.gelu(input, approximate=approximate)
+)
 def npu_gelu(input: Tensor, *, approximate: str = "none") -> Tensor:
     """Gaussian error linear unit."""
     return new_like(input)

@@ -92,9 +92,7 @@ class Geometry:
                 f"when Page Attention enabled, value's dim should be 3/4/5, but got {value.dim()}", INVALID_VALUE
             )
         if value.dim() != query.dim():
-            raise refusal(
-                "when Page Attention not enabled, value'dim should equal to query's dim!", INVALID_VALUE
-            )
+            raise refusal("when Page Attention not enabled, value'dim should equal to query's dim!", INVALID_VALUE)
         return value.shape[2] // kv_heads if self.query_layout == "BSH" else value.shape[-1]
 
 
@@ -121,9 +119,7 @@ def _results(
     out_dtype: int | None = None,
     wants_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    geometry = Geometry(
-        query, value, input_layout, num_heads, num_key_value_heads, paged=block_table is not None
-    )
+    geometry = Geometry(query, value, input_layout, num_heads, num_key_value_heads, paged=block_table is not None)
     like_query = new_like(query)
     sized = new_like(query, geometry.output_size)
     del like_query
@@ -174,7 +170,9 @@ def compute(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[
     others = sorted(name for name, given in options.items() if name not in _COMPUTED and given)
     layout = options.get("input_layout", "BSH")
     if others or query.dtype in _QUANTISED or layout not in _LAYOUTS:
-        raise UnmodelledCallError(f"values of npu_fused_infer_attention_score with {others or query.dtype} are not modelled")
+        raise UnmodelledCallError(
+            f"values of npu_fused_infer_attention_score with {others or query.dtype} are not modelled"
+        )
     num_heads = options.get("num_heads", options.get("num_query_heads", 1))
     kv_heads = options.get("num_key_value_heads") or num_heads
     query_layout, output_layout = _LAYOUTS[layout]

@@ -45,7 +45,9 @@ def _packed(
         attend(queries[a:b], keys[a:b], values[a:b], scale_value, _masking(mask), i)[0]
         for i, (a, b) in enumerate(spans(_ends(seq_len)))
     ]
-    return torch.cat([*parts, torch.zeros(len(query) - sum(len(p) for p in parts), *parts[0].shape[1:], dtype=query.dtype)])
+    return torch.cat(
+        [*parts, torch.zeros(len(query) - sum(len(p) for p in parts), *parts[0].shape[1:], dtype=query.dtype)]
+    )
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, seq_len: Tensor, *rest: Any, **_: Any) -> Tensor:
@@ -104,7 +106,9 @@ def _splitfuse(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    return _paged(query, key_cache, value_cache, block_table, context_lens, seq_len, num_kv_heads, num_heads, scale_value)
+    return _paged(
+        query, key_cache, value_cache, block_table, context_lens, seq_len, num_kv_heads, num_heads, scale_value
+    )
 
 
 def _qlens(
@@ -120,7 +124,9 @@ def _qlens(
     scale_value: float,
     *_: Any,
 ) -> Tensor:
-    return _paged(query, key_cache, value_cache, block_table, context_lens, seq_len, num_kv_heads, num_heads, scale_value)
+    return _paged(
+        query, key_cache, value_cache, block_table, context_lens, seq_len, num_kv_heads, num_heads, scale_value
+    )
 
 
 _COMPUTED: dict[str, Callable[..., Tensor]] = {
@@ -142,7 +148,9 @@ def _declare_into(name: str) -> None:
     def into(*args: Any, **kwargs: Any) -> Tensor | None:
         out: Tensor = kwargs["out"] if "out" in kwargs else args[place]
         rest = {**kwargs, **dict(zip(parameters, args, strict=False))}
-        inputs = [rest[parameter] for parameter in parameters if parameter not in ("out", "workspace") and parameter in rest]
+        inputs = [
+            rest[parameter] for parameter in parameters if parameter not in ("out", "workspace") and parameter in rest
+        ]
         launch(inputs, [out])
         return out if returns_out else None
 

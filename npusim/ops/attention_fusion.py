@@ -24,7 +24,9 @@ _SOFTMAX_LANES = 8
 
 def _older(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     renamed = {"scale_value": "scale"}
-    return attention.compute(query, key, value, **{renamed.get(name, name): given for name, given in options.items()})[0]
+    return attention.compute(query, key, value, **{renamed.get(name, name): given for name, given in options.items()})[
+        0
+    ]
 
 
 def _output_type(query: Tensor, quant_scale: Tensor | None) -> torch.dtype:
@@ -101,11 +103,19 @@ def _statistics_size(query: Tensor, key: Tensor, head_num: int, layout: str, end
     return (batch, head_num, rows, _SOFTMAX_LANES), batch * head_num * rows * key.shape[places["S"]]
 
 
-def _fusion(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *args: Any, **kwargs: Any) -> Any:
+def _fusion(
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *args: Any, **kwargs: Any
+) -> Any:
     names = "pse padding_mask atten_mask scale keep_prob pre_tockens next_tockens inner_precise prefix actual_seq_qlen "
     options = {**dict(zip((names + "actual_seq_kvlen sparse_mode").split(), args, strict=False)), **kwargs}
-    if options.get("pse") is not None or options.get("query_rope") is not None or input_layout not in ("BNSD", "BSND", "TND", "BSH"):
-        raise UnmodelledCallError(f"values of npu_fusion_attention in layout {input_layout} or with pse are not modelled")
+    if (
+        options.get("pse") is not None
+        or options.get("query_rope") is not None
+        or input_layout not in ("BNSD", "BSND", "TND", "BSH")
+    ):
+        raise UnmodelledCallError(
+            f"values of npu_fusion_attention in layout {input_layout} or with pse are not modelled"
+        )
     given = {
         "input_layout": input_layout,
         "num_heads": head_num,
@@ -118,10 +128,18 @@ def _fusion(query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layo
         "softmax_lse_flag": True,
     }
     if input_layout == "TND":
-        given |= {"actual_seq_lengths": options["actual_seq_qlen"], "actual_seq_lengths_kv": options["actual_seq_kvlen"]}
+        given |= {
+            "actual_seq_lengths": options["actual_seq_qlen"],
+            "actual_seq_lengths_kv": options["actual_seq_kvlen"],
+        }
     output, lse = attention.compute(query, key, value, **given)
     lanes = lse.expand(*lse.shape[:-1], _SOFTMAX_LANES)
-    return output, lanes, torch.ones_like(lanes), output.new_empty(0)  # maximum and sum as exp(lse) * 1: only both count
+    return (
+        output,
+        lanes,
+        torch.ones_like(lanes),
+        output.new_empty(0),
+    )  # maximum and sum as exp(lse) * 1: only both count
 
 
 @operator("npu::npu_fusion_attention", computes=_fusion)
@@ -212,7 +230,9 @@ def _check_sdpa(query: Tensor, key: Tensor, value: Tensor) -> None:
             NOT_SUPPORTED,
         )
     if not query.dim() == key.dim() == value.dim() == 4 or query.shape[1] % key.shape[1]:
-        raise UnmodelledCallError("scaled_dot_product_attention is modelled in its fused form, [batch, heads, tokens, size]")
+        raise UnmodelledCallError(
+            "scaled_dot_product_attention is modelled in its fused form, [batch, heads, tokens, size]"
+        )
 
 
 def _sdpa(

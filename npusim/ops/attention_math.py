@@ -77,7 +77,9 @@ def from_pages(cache: Tensor, pages: Tensor, num_tokens: int, num_heads: int) ->
     The cache is [pages, page size, heads, size] or [pages, page size, heads * size].
     """
     if cache.dim() not in (3, 4):
-        raise UnmodelledCallError(f"values of attention over a paged cache of {cache.dim()} dimensions are not modelled")
+        raise UnmodelledCallError(
+            f"values of attention over a paged cache of {cache.dim()} dimensions are not modelled"
+        )
     page_size = cache.shape[1]
     num_pages = -(-num_tokens // page_size)
     rows = cache[pages[:num_pages].long()].flatten(0, 1)[:num_tokens]

@@ -18,10 +18,14 @@ SAME_TYPE = (
 )
 FLOATING = "acos asin atan cos cosh erf exp expm1 log log10 log1p log2 reciprocal rsqrt sigmoid sin sinh sqrt tan tanh"
 BOOLEAN = "isfinite isnan isneginf isposinf logical_not"
-ARITHMETIC = "add.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor floor_divide fmod.Tensor " \
+ARITHMETIC = (
+    "add.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor floor_divide fmod.Tensor "
     "mul.Tensor pow.Tensor_Tensor remainder.Tensor rsub.Tensor sub.Tensor"
-WITH_SCALAR = "add.Scalar bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar floor_divide.Scalar fmod.Scalar mul.Scalar " \
+)
+WITH_SCALAR = (
+    "add.Scalar bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar floor_divide.Scalar fmod.Scalar mul.Scalar "
     "pow.Tensor_Scalar remainder.Scalar rsub.Scalar sub.Scalar"
+)
 COMPARISONS = "eq ge gt le lt ne"
 LOGICAL = "logical_and logical_or logical_xor"
 IN_PLACE = (
@@ -61,9 +65,7 @@ def _in_place(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _fits(self: Tensor, other: Tensor) -> None:
     _, size, dtype = operands(self, other)
     if size != self.shape:
-        raise RuntimeError(
-            f"output with shape {list(self.shape)} doesn't match the broadcast shape {list(size)}"
-        )
+        raise RuntimeError(f"output with shape {list(self.shape)} doesn't match the broadcast shape {list(size)}")
     if not torch.can_cast(dtype, self.dtype):
         raise RuntimeError(
             f"result type {type_name(dtype)} can't be cast to the desired output type {type_name(self.dtype)}"

@@ -17,8 +17,8 @@ from npusim.ops.operator import IN_BODY, operator
 from npusim.ops.shapes import scalar_type
 from npusim.torch_backend.factories import set_tensor
 from npusim.torch_backend.registration import platform
-from npusim.torch_backend.storage import ND, contiguous_stride
-from npusim.torch_backend.tensors import new_like, runtime_of
+from npusim.torch_backend.storage import ND
+from npusim.torch_backend.tensors import new_like
 
 NCHW, FRACTAL_NZ, NCDHW, FRACTAL_NZ_C0_16, FRACTAL_NZ_C0_32 = 0, 29, 30, 50, 51
 PLAIN = (ND, NCHW, NCDHW)
@@ -44,7 +44,9 @@ def blocked_size(size: Sequence[int], itemsize: int, width: int = 0) -> tuple[in
 
 def _check(acl_format: int) -> None:
     if acl_format in _UNMODELLED:
-        raise UnmodelledCallError(f"memory format {acl_format} is not modelled; only plain ones and FRACTAL_NZ (29, 50, 51)")
+        raise UnmodelledCallError(
+            f"memory format {acl_format} is not modelled; only plain ones and FRACTAL_NZ (29, 50, 51)"
+        )
     if acl_format not in PLAIN and acl_format not in _BLOCKED:
         raise RuntimeError(f"unknown format type:{acl_format}")
 
@@ -56,7 +58,9 @@ def _base_size(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...
     return size
 
 
-def _blocked(like: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, acl_format: int) -> Tensor:
+def _blocked(
+    like: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, acl_format: int
+) -> Tensor:
     base = _base_size(size, stride)
     storages = platform().storages
     num_bytes = torch.Size(blocked_size(base, dtype.itemsize, _BLOCKED[acl_format])).numel() * dtype.itemsize
@@ -131,25 +135,6 @@ def get_npu_format(input: Tensor) -> int:
 def get_storage_size(input: Tensor) -> int:
     """Elements that the storage holds, those of padding included."""
     return platform().storages.of(input).num_bytes // input.element_size()
-
-
-@operator("npu::empty_with_format", computes=IN_BODY)
-def empty_with_format(
-    size: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    acl_format: int = ND,
-    **_: Any,
-) -> Tensor:
-    """A new tensor in a format."""
-    _check(acl_format)
-    dtype = dtype or torch.get_default_dtype()
-    if acl_format in PLAIN or len(size) < 2:
-        return torch.empty(tuple(size), dtype=dtype, device=runtime_of(device).torch_device)
-    like = torch.empty(0, device=runtime_of(device).torch_device)
-    size = tuple(size)
-    return _blocked(like, size, contiguous_stride(size), dtype, acl_format)
 
 
 @operator("npu::npu_transpose", computes=lambda input, perm, require_contiguous=True: input.permute(*perm))

@@ -88,7 +88,11 @@ def _grouped_matmul(
     **options: Any,
 ) -> list[Tensor]:
     known = {"tuning_config", "act_type"}
-    if group_type == SPLIT_K or any(value for name, value in options.items() if name not in known) or options.get("act_type"):
+    if (
+        group_type == SPLIT_K
+        or any(value for name, value in options.items() if name not in known)
+        or options.get("act_type")
+    ):
         raise UnmodelledCallError(f"values of npu_grouped_matmul with {sorted(options)} are not modelled")
     weights = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else weight
     dtype = scalar_type(output_dtype) if isinstance(output_dtype, int) else output_dtype or x[0].dtype
@@ -139,8 +143,7 @@ def npu_grouped_matmul(
         raise refusal("Requires manual passing group_type, current is None.", INVALID_VALUE)
     if group_type not in (-1, 0, SPLIT_K):
         raise refusal(
-            "Use Tensor input with current cann version, The group type must be -1, 0 or 2, but now is "
-            f"[{group_type}]",
+            f"Use Tensor input with current cann version, The group type must be -1, 0 or 2, but now is [{group_type}]",
             INVALID_VALUE,
         )
     if x_dtype is not None or weight_dtype is not None:
@@ -161,7 +164,9 @@ def npu_grouped_matmul(
             return [new_like(x[0], (x[0].shape[0], size), dtype) for size in sizes]
         if len(x) == 1:
             if num_weights != 1:
-                raise RuntimeError("When group_list is 2(K_SPLIT) and split_item is 2/3, the length of weight must equal x.")
+                raise RuntimeError(
+                    "When group_list is 2(K_SPLIT) and split_item is 2/3, the length of weight must equal x."
+                )
             return [new_like(x[0], (num_groups, x[0].shape[0], packed_width), dtype)]
     widths = [width] * num_weights if single else [one.shape[-1] for one in weight]
     ends = None
@@ -190,7 +195,12 @@ def npu_grouped_matmul_list(
 
 
 def _swiglu_quant(
-    x: Tensor, weight: Tensor | list[Tensor], group_list: Tensor, weight_scale: Any, x_scale: Tensor, group_list_type: int = 0
+    x: Tensor,
+    weight: Tensor | list[Tensor],
+    group_list: Tensor,
+    weight_scale: Any,
+    x_scale: Tensor,
+    group_list_type: int = 0,
 ) -> tuple[Tensor, Tensor]:
     weights = weight if isinstance(weight, list) else [weight]
     scales = weight_scale if isinstance(weight_scale, list) else [weight_scale]

@@ -293,15 +293,15 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 def repeat(self: Tensor, repeats: Sequence[int]) -> Tensor:
     """The whole tensor several times in each dimension."""
     if len(repeats) < self.dim():
-        raise RuntimeError(
-            "Number of dimensions of repeat dims can not be smaller than number of dimensions of tensor"
-        )
+        raise RuntimeError("Number of dimensions of repeat dims can not be smaller than number of dimensions of tensor")
     padded = (*(1,) * (len(repeats) - self.dim()), *self.shape)
     return new_like(self, tuple(count * extent for count, extent in zip(repeats, padded, strict=True)))
 
 
 @operator("aten::repeat_interleave.self_int")
-def repeat_interleave_int(self: Tensor, repeats: int, dim: int | None = None, *, output_size: int | None = None) -> Tensor:
+def repeat_interleave_int(
+    self: Tensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
+) -> Tensor:
     """Each slice several times."""
     if dim is None:
         return new_like(self, (self.numel() * repeats,))

@@ -113,7 +113,9 @@ def _gather_pa(
     is_seq_lens_cumsum: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if seq_offset is not None or key_cache.dim() != 4 or key_cache.shape[2:] != key.shape[1:]:
-        raise UnmodelledCallError("values of npu_gather_pa_kv_cache from blocked caches or with offsets are not modelled")
+        raise UnmodelledCallError(
+            "values of npu_gather_pa_kv_cache from blocked caches or with offsets are not modelled"
+        )
     lengths = (seq_lens.diff() if is_seq_lens_cumsum else seq_lens).tolist()
     return (
         _gathered(key_cache, block_tables, lengths, key),

@@ -21,7 +21,14 @@ _ASSIST_WORDS = 128
 """int32 words for each received row in what ``combine_v2`` gets back from ``dispatch_v2``."""
 
 
-def meet(group_name: str, rank: int, num_ranks: int, operation: str, payload: Any, finish: Callable[[list[Any], Sequence[int]], None]) -> None:
+def meet(
+    group_name: str,
+    rank: int,
+    num_ranks: int,
+    operation: str,
+    payload: Any,
+    finish: Callable[[list[Any], Sequence[int]], None],
+) -> None:
     """Take the communicator's MC2 memory, wait for its other ranks, and let the last one ``finish`` with all payloads.
 
     Raises:
@@ -56,7 +63,9 @@ def _shares(
     return num_experts, (global_bs or x.shape[0] * ep_world_size) * min(num_experts, expert_ids.shape[1])
 
 
-def _place(ids: Sequence[Tensor], masks: Sequence[Tensor | None], num_experts: int, receiver: int) -> list[list[Tensor]]:
+def _place(
+    ids: Sequence[Tensor], masks: Sequence[Tensor | None], num_experts: int, receiver: int
+) -> list[list[Tensor]]:
     """Entries (token * k + choice) that a rank receives, by its experts and then by sender."""
     received = []
     for expert in range(receiver * num_experts, (receiver + 1) * num_experts):
@@ -97,7 +106,9 @@ def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[s
                     for sender, entries in enumerate(by_sender):
                         for entry in entries.tolist():
                             triple = (sender, entry // num_choices, entry % num_choices)
-                            assist[row * _ASSIST_WORDS : row * _ASSIST_WORDS + 3] = torch.tensor(triple, dtype=torch.int32)
+                            assist[row * _ASSIST_WORDS : row * _ASSIST_WORDS + 3] = torch.tensor(
+                                triple, dtype=torch.int32
+                            )
                             row += 1
                 received_counts = rows.flatten().cumsum(0).int()
                 results += [tokens if counts_type else tokens.cumsum(0), received_counts, assist]
@@ -107,7 +118,9 @@ def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[s
             xs = hosts[:num_ranks]
             results = []
             for receiver, received in zip(receivers, places(hosts[num_ranks:]), strict=True):
-                arrived = [xs[s][entries // num_choices] for by_sender in received for s, entries in enumerate(by_sender)]
+                arrived = [
+                    xs[s][entries // num_choices] for by_sender in received for s, entries in enumerate(by_sender)
+                ]
                 result = torch.zeros(sizes[receiver][0], xs[0].shape[1], dtype=xs[0].dtype)
                 arrived_rows = torch.cat(arrived)
                 result[: len(arrived_rows)] = arrived_rows
@@ -169,7 +182,9 @@ def npu_moe_distribute_dispatch_v2(
     if expert_token_nums_type not in (0, 1):
         raise refusal("The expert_token_nums_type should be 0 or 1.")
     if elastic_info is not None or y_dtype is not None or quant_mode not in (0, 1, 2):
-        raise UnmodelledCallError("npu_moe_distribute_dispatch_v2 with elastic_info, y_dtype or quant_mode > 2 is not modelled")
+        raise UnmodelledCallError(
+            "npu_moe_distribute_dispatch_v2 with elastic_info, y_dtype or quant_mode > 2 is not modelled"
+        )
     is_shared_rank = expert_shard_type == 0 and ep_rank_id < shared_expert_rank_num
     global_rows = global_bs or x.shape[0] * ep_world_size
     shared_rows = 0

@@ -72,13 +72,17 @@ def npu_moe_gating_top_k(x: Tensor, k: int, **_: Any) -> tuple[Tensor, Tensor, T
     return _gating_results(x, k)
 
 
-def _ascend_gating_top_k(x: Tensor, k: int, *args: Any, bias_opt: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _ascend_gating_top_k(
+    x: Tensor, k: int, *args: Any, bias_opt: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     names = "k_group group_count group_select_mode renorm norm_type out_flag routed_scaling_factor eps bias".split()
     return _gating_top_k(x, k, **{"bias": bias_opt, **dict(zip(names, args, strict=False))})
 
 
 @operator(
-    "_C_ascend::moe_gating_top_k", computes=_ascend_gating_top_k, workspace_bytes=lambda *_, **__: SYSTEM_WORKSPACE_BYTES
+    "_C_ascend::moe_gating_top_k",
+    computes=_ascend_gating_top_k,
+    workspace_bytes=lambda *_, **__: SYSTEM_WORKSPACE_BYTES,
 )
 def ascend_moe_gating_top_k(x: Tensor, k: int, *args: Any, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
     """vllm-ascend's own kernel for the same. Sizes: vllm-ascend v0.22.1rc1, csrc/moe/moe_gating_top_k."""
@@ -95,7 +99,9 @@ def _gating_top_k_softmax(x: Tensor, finished: Tensor | None = None, k: int = 1)
 
 
 @operator("npu::npu_moe_gating_top_k_softmax", computes=_gating_top_k_softmax)
-def npu_moe_gating_top_k_softmax(x: Tensor, finished: Tensor | None = None, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def npu_moe_gating_top_k_softmax(
+    x: Tensor, finished: Tensor | None = None, k: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, experts, and numbers of the entries, choice by choice."""
     if x.dim() not in (2, 3):
         raise refusal("The x should be 2D or 3D")
@@ -213,8 +219,14 @@ def _init_routing_v2(
     row_idx_type: int = 0,
     **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if drop_pad_mode == DROP_PAD or quant_mode not in (UNQUANTISED, DYNAMIC_QUANT) or expert_tokens_num_type == KEYS_AND_COUNTS:
-        raise UnmodelledCallError("values of moe_init_routing with capacity, static scales or key-value counts are not modelled")
+    if (
+        drop_pad_mode == DROP_PAD
+        or quant_mode not in (UNQUANTISED, DYNAMIC_QUANT)
+        or expert_tokens_num_type == KEYS_AND_COUNTS
+    ):
+        raise UnmodelledCallError(
+            "values of moe_init_routing with capacity, static scales or key-value counts are not modelled"
+        )
     first, last = active_expert_range or (0, expert_num)
     flat = expert_idx.flatten().long()
     active = (flat >= first) & (flat < last)
@@ -279,10 +291,10 @@ def _init_routing_workspace(
     return num_bytes + (8 * num_vector_cores if drop_pad_mode == DROP_PAD else 0)
 
 
-@operator(
-    "_C_ascend::npu_moe_init_routing_custom", computes=_init_routing_v2, workspace_bytes=_init_routing_workspace
-)
-def npu_moe_init_routing_custom(x: Tensor, expert_idx: Tensor, *, quant_mode: int = 0, **options: Any) -> tuple[Tensor, ...]:
+@operator("_C_ascend::npu_moe_init_routing_custom", computes=_init_routing_v2, workspace_bytes=_init_routing_workspace)
+def npu_moe_init_routing_custom(
+    x: Tensor, expert_idx: Tensor, *, quant_mode: int = 0, **options: Any
+) -> tuple[Tensor, ...]:
     """vllm-ascend's own kernel for the same. Sizes: vllm-ascend v0.22.1rc1, csrc/moe/moe_init_routing_custom."""
     return _init_routing_results(x, expert_idx, quant_mode=quant_mode, **options)
 
@@ -347,9 +359,15 @@ def npu_moe_token_unpermute(
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
     """The weighted sum of each token's rows; without weights, the rows in the entries' order."""
-    for name, tensor, num_dims in (("permuted_tokens", permuted_tokens, 2), ("sorted_indices", sorted_indices, 1), ("probs", probs, 2)):
+    for name, tensor, num_dims in (
+        ("permuted_tokens", permuted_tokens, 2),
+        ("sorted_indices", sorted_indices, 1),
+        ("probs", probs, 2),
+    ):
         if tensor is not None and tensor.dim() != num_dims:
-            raise refusal(f"The dims of input {name} should be {num_dims} dimensional, but got {tensor.dim()}-dimensional.")
+            raise refusal(
+                f"The dims of input {name} should be {num_dims} dimensional, but got {tensor.dim()}-dimensional."
+            )
     num_choices = 1 if probs is None else probs.shape[1]
     return new_like(permuted_tokens, (sorted_indices.shape[0] // num_choices, permuted_tokens.shape[1]))
 

@@ -89,7 +89,9 @@ class Operator:
         results = self.allocate(*args, **kwargs)
         runtime = active.runtimes[(inputs or tensors_in(results))[0].device.index]
         if self.workspace_bytes is not None:
-            take_workspace(runtime, self.workspace_bytes(*args, **kwargs), always_cached=self.name.startswith("_C_ascend"))
+            take_workspace(
+                runtime, self.workspace_bytes(*args, **kwargs), always_cached=self.name.startswith("_C_ascend")
+            )
         runtime.card.launch(self.name, runtime.current_stream())
         written = tensors_in([self._argument(name, args, kwargs) for name in self.writes]) if self.writes else []
         values = active.values
@@ -135,9 +137,7 @@ class _Computation:
             None if hidden and names[position] in hidden else _without_tensors(value)
             for position, value in enumerate(args)
         ]
-        self._kwargs = {
-            name: None if name in hidden else _without_tensors(value) for name, value in kwargs.items()
-        }
+        self._kwargs = {name: None if name in hidden else _without_tensors(value) for name, value in kwargs.items()}
 
     def __call__(self, *hosts: Tensor) -> Any:
         assert self._computes is not None

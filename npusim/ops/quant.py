@@ -50,12 +50,16 @@ def _dynamic(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    _int8_only(dst_type, group_index)
+    _int8_only(dst_type, group_index, None if quant_mode in ("pertoken", "pertensor") else quant_mode)
     wide = input.float() if smooth_scales is None else input.float() * smooth_scales.float()
     scale = wide.abs().amax(-1) / _MAX_INT8
     if quant_mode == "pertensor":
         scale = scale.amax().view(1)
     return _clamped(wide / scale.clamp(min=1e-30).view(*scale.shape, 1) if scale.numel() > 1 else wide / scale), scale
+
+
+def _scales_size(x: Tensor, quant_mode: str) -> tuple[int, ...]:
+    return (*x.shape[:-2], x.shape[-1]) if quant_mode == "perchannel" else tuple(x.shape[:-1])
 
 
 @operator("npu::npu_dynamic_quant", computes=_dynamic)
@@ -64,8 +68,8 @@ def npu_dynamic_quant(
 ) -> tuple[Tensor, Tensor]:
     """Quantised rows and their scales, which are made before, also if there is one scale for all in the end."""
     if input.dim() < 2:
-        raise refusal("input shape dims should be greater than 1")
-    scale = new_like(input, input.shape[:-1], torch.float32)
+        raise refusal("Input shape dim should be greater than 1")
+    scale = new_like(input, _scales_size(input, quant_mode), torch.float32)
     quantised = new_like(input, *_quantised(input, dst_type))
     if quant_mode == "pertensor":
         scale = new_like(input, (1,), torch.float32)
@@ -78,9 +82,9 @@ def npu_dynamic_quant_asymmetric(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same with offsets."""
     if input.dim() < 2:
-        raise refusal("input shape dims should be greater than 1")
-    scale = new_like(input, input.shape[:-1], torch.float32)
-    offset = new_like(input, input.shape[:-1], torch.float32)
+        raise refusal("Input shape dim should be greater than 1")
+    scale = new_like(input, _scales_size(input, quant_mode), torch.float32)
+    offset = new_like(input, _scales_size(input, quant_mode), torch.float32)
     quantised = new_like(input, *_quantised(input, dst_type))
     if quant_mode == "pertensor":
         scale = new_like(input, (1,), torch.float32)
@@ -133,7 +137,9 @@ def npu_group_quant(
     return new_like(x, dtype=torch.int8)
 
 
-def _anti_quant(x: Tensor, scale: Tensor, *, offset: Tensor | None = None, dst_dtype: int | None = None, **_: Any) -> Tensor:
+def _anti_quant(
+    x: Tensor, scale: Tensor, *, offset: Tensor | None = None, dst_dtype: int | None = None, **_: Any
+) -> Tensor:
     wide = x.float() if offset is None else x.float() + offset.float()
     return (wide * scale.float()).to(torch.float16 if dst_dtype is None else scalar_type(dst_dtype))
 
@@ -151,9 +157,7 @@ def _per_tensor(x: Tensor, scale: Tensor, zero_point: Tensor, y: None) -> Tensor
     return _clamped(x.float() / scale.float() + zero_point.float())
 
 
-@operator(
-    "atb::_npu_quantize_per_tensor", computes=_per_tensor, writes=["y"], overwrites=["y"], hosts=Hosts.TAKEN
-)
+@operator("atb::_npu_quantize_per_tensor", computes=_per_tensor, writes=["y"], overwrites=["y"], hosts=Hosts.TAKEN)
 def npu_quantize_per_tensor(x: Tensor, scale: Tensor, zero_point: Tensor, y: Tensor) -> None:
     """Into ``y``, with one scale."""
     launch([x, scale, zero_point], [y])
@@ -229,13 +233,19 @@ def npu_quant_matmul(
         x1, (*broadcast(x1.shape[:-2], x2.shape[:-2]), x1.shape[-2], columns), _dequantised_type(output_dtype)
     )
     is_single = scale.dtype is torch.float32 and scale.numel() == 1 and pertoken_scale is None
+    is_single &= result.dtype is not torch.int32
     converted = new_like(scale, dtype=torch.int64) if is_single else None
     del converted
     return result
 
 
 def _weight_quant(
-    x: Tensor, weight: Tensor, antiquant_scale: Tensor, antiquant_offset: Tensor | None = None, *rest: Any, **options: Any
+    x: Tensor,
+    weight: Tensor,
+    antiquant_scale: Tensor,
+    antiquant_offset: Tensor | None = None,
+    *rest: Any,
+    **options: Any,
 ) -> Tensor:
     bias = options.get("bias", rest[2] if len(rest) > 2 else None)
     if weight.dtype is not torch.int8 or options.get("antiquant_group_size") or any(rest[:2]):
@@ -308,4 +318,4 @@ def npu_dequant_bias(
 @operator("npu::npu_quant_matmul_dequant")
 def npu_quant_matmul_dequant(x: Tensor, quantized_weight: Tensor, weight_scale: Tensor, **_: Any) -> Tensor:
     """Quantises rows, multiplies, and gives the input's type back."""
-    return new_like(x, (x.shape[0], quantized_weight.shape[0]))
+    return new_like(x, (x.shape[0], weight_scale.shape[0]))

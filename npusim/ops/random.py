@@ -65,9 +65,7 @@ def draw(target: Tensor, generator: torch.Generator | None, numbers: Callable[[_
 
 
 @operator("aten::uniform_", computes=IN_BODY)
-def uniform_(
-    self: Tensor, low: float = 0.0, high: float = 1.0, *, generator: torch.Generator | None = None
-) -> Tensor:
+def uniform_(self: Tensor, low: float = 0.0, high: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
     """Numbers in [low, high)."""
     draw(self, generator, lambda stream, count: stream.uniform(count) * np.float32(high - low) + np.float32(low))
     return self

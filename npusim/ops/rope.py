@@ -60,8 +60,12 @@ def npu_rotary_embedding(
     def compute(*hosts: Tensor) -> list[Tensor]:
         *heads, cos, sin = hosts
         return [
-            rotated(x.view(-1, x.numel() // len(cos) // head_size, head_size), cos[:, None], sin[:, None], interleaved=interleaved)
-            .view(x.shape)
+            rotated(
+                x.view(-1, x.numel() // len(cos) // head_size, head_size),
+                cos[:, None],
+                sin[:, None],
+                interleaved=interleaved,
+            ).view(x.shape)
             for x in heads
         ]
 
@@ -117,7 +121,8 @@ def _mrope(
     cos, sin = angles.chunk(2, -1)
     if positions.dim() == 2 and mrope_section and sum(mrope_section):
         cos, sin = (
-            torch.cat([part[axis] for axis, part in enumerate(half.split(list(mrope_section), -1))], -1) for half in (cos, sin)
+            torch.cat([part[axis] for axis, part in enumerate(half.split(list(mrope_section), -1))], -1)
+            for half in (cos, sin)
         )
     elif positions.dim() == 2:
         cos, sin = cos[0], sin[0]

@@ -117,7 +117,13 @@ class Shells:
         self._templates: dict[tuple[int, torch.dtype, bool], torch.Tensor] = {}
 
     def over_memory(
-        self, index: int, address: int, num_bytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+        self,
+        index: int,
+        address: int,
+        num_bytes: int,
+        dtype: torch.dtype,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
     ) -> torch.Tensor:
         """A tensor over ``num_bytes`` bytes of device memory, which nobody frees when it dies."""
         mould = self._moulds.get((index, dtype))

@@ -119,7 +119,9 @@ class Replayer:
         allocator.empty_cache()
         args = self._made(record["args"], record["op"])
         kwargs = {name: self._made(value, record["op"]) for name, value in record["kw"].items()}
-        inputs = dict(_tensors(args, "")) | {path: t for name, value in kwargs.items() for path, t in _tensors(value, name)}
+        inputs = dict(_tensors(args, "")) | {
+            path: t for name, value in kwargs.items() for path, t in _tensors(value, name)
+        }
         allocator.empty_cache()
         allocator.reset_peak_memory_stats()
         recorder.events = []
@@ -231,7 +233,11 @@ def _result_differences(result: Any, recorded: Any, inputs: dict[str, torch.Tens
             for difference in _result_differences(one, expected, inputs, f"{path}.{index}" if path else str(index))
         ]
     if not (isinstance(recorded, dict) and "t" in recorded):
-        return [] if isinstance(recorded, (dict, str, float)) or result == recorded else [f"{path}: {result!r} for {recorded!r}"]
+        return (
+            []
+            if isinstance(recorded, (dict, str, float)) or result == recorded
+            else [f"{path}: {result!r} for {recorded!r}"]
+        )
     if not isinstance(result, torch.Tensor):
         return [f"{path}: {result!r} instead of a tensor"]
     size = tuple(recorded["t"])

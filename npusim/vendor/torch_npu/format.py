@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import torch
 from torch import Tensor
-
-from npusim.errors import UnmodelledCallError
 
 
 class Format(IntEnum):
@@ -35,17 +34,15 @@ class Format(IntEnum):
 
 
 def get_npu_format(tensor: Tensor) -> Format:
-    """A tensor's format; every simulated tensor is plain (ND), since casts to other formats are not modelled."""
-    del tensor
-    return Format.ND
+    """A tensor's format."""
+    return Format(torch.ops.npu.get_npu_format(tensor))
 
 
-def npu_format_cast(tensor: Tensor, acl_format: int) -> Tensor:
-    """Cast to a format; only ND, which a tensor has already.
+def npu_format_cast(tensor: Tensor, acl_format: int | Format) -> Tensor:
+    """The tensor in another format: itself if there is nothing to do, else over new memory.
 
     Raises:
-        UnmodelledCallError: Any other format.
+        UnmodelledCallError: A format other than plain ones and FRACTAL_NZ.
     """
-    if acl_format != Format.ND:
-        raise UnmodelledCallError(f"torch_npu.npu_format_cast to {Format(acl_format).name} is not modelled; only ND")
-    return tensor
+    result: Tensor = torch.ops.npu.npu_format_cast(tensor, int(acl_format))
+    return result

@@ -11,7 +11,7 @@ from npusim.torch_backend.registration import kernel, platform
 from npusim.torch_backend.shells import CPU_KEYS
 from npusim.torch_backend.storage import contiguous_stride, span_bytes
 from npusim.torch_backend.strides import preserved_stride
-from npusim.torch_backend.tensors import is_simulated, new_on, runtime_of
+from npusim.torch_backend.tensors import is_simulated, new_like, new_on, runtime_of
 
 _as_strided = torch.ops.aten.as_strided.default
 _view = torch.ops.aten.view.default
@@ -135,7 +135,8 @@ def resize(tensor: torch.Tensor, size: Sequence[int], memory_format: torch.memor
 @kernel("aten", "_copy_from")
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """``target.copy_(source)`` where at least one side is on a device."""
-    del non_blocking
+    staging = _staging(source, target, non_blocking=non_blocking)
+    del staging
     values = platform().values
     if not is_simulated(target):
         target.copy_(values.read(source))
@@ -145,6 +146,17 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
         shape = target.shape  # not the target itself: a computation that nobody asks for must not keep its memory
         values.update((target,), (source,), lambda host: host.expand(shape))
     return target
+
+
+def _staging(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool) -> torch.Tensor | None:
+    """Memory on the device that a copy between host and device takes for itself (exact: golden records)."""
+    if not is_simulated(target):
+        return None if source.is_contiguous() else new_like(source)
+    if is_simulated(source):
+        return None
+    if not target.is_contiguous():
+        return new_like(target)
+    return new_like(target, dtype=source.dtype) if non_blocking and source.dtype != target.dtype else None
 
 
 @kernel("aten", "_copy_from_and_resize")
@@ -193,8 +205,13 @@ def to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    """``Tensor.to`` where it copies; a copy to the host is complete at once, so its memory need not be pinned."""
+    """``Tensor.to`` where it copies; a copy to the host is complete at once, so its memory need not be pinned.
+
+    A cast to float64 on the device gives float32 (exact: golden records).
+    """
     del layout, pin_memory, non_blocking
+    if dtype is torch.float64 and (device or tensor.device).type == "npu" and is_simulated(tensor):
+        dtype = torch.float32
     return _copy_of(tensor, dtype or tensor.dtype, device or tensor.device, memory_format)
 
 

@@ -25,11 +25,13 @@ READS_VALUES = frozenset(
     {
         "aten::_local_scalar_dense",
         "aten::bincount",
+        "aten::copy_",
         "aten::equal",
         "aten::item",
         "aten::one_hot",
         "aten::repeat_interleave.Tensor",
         "aten::repeat_interleave.self_Tensor",
+        "aten::to.device",
         "npu::npu_grouped_matmul",
         "npu::npu_grouped_matmul.List",
     }

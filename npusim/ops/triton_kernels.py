@@ -1,0 +1,84 @@
+"""Triton kernels of vendor code, as operators: by the kernel's full name, what it writes and how that is computed.
+
+A kernel allocates nothing. Its arguments are those of its source, by name; pointers are tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from npusim.errors import UnmodelledCallError
+from npusim.torch_backend.registration import platform
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TritonKernel:
+    """A kernel that is modelled.
+
+    Attributes:
+        writes: Names of the arguments that it overwrites.
+        computes: Their new values, from all arguments on the host.
+    """
+
+    writes: tuple[str, ...]
+    computes: Callable[[Arguments], list[Tensor]]
+
+
+def launch(name: str, arguments: Arguments) -> None:
+    """Run a kernel on the device of its tensors.
+
+    Args:
+        name: Module and name of the kernel's source.
+        arguments: What it was launched with, by parameter.
+
+    Raises:
+        UnmodelledCallError: Nobody modelled this kernel.
+    """
+    if name not in KERNELS:
+        raise UnmodelledCallError(f"Triton kernel {name} is not modelled on the simulated device")
+    kernel = KERNELS[name]
+    tensors = {key: value for key, value in arguments.items() if isinstance(value, Tensor)}
+    targets = [tensors[key] for key in kernel.writes if key in tensors]
+    active = platform()
+    runtime = active.runtimes[targets[0].device.index]
+    runtime.card.launch(f"triton::{name.rpartition('.')[2]}", runtime.current_stream())
+    others = {key: value for key, value in arguments.items() if key not in tensors}
+    keys = list(tensors)
+    active.values.update(
+        targets, list(tensors.values()), lambda *hosts: kernel.computes({**others, **dict(zip(keys, hosts, strict=True))})
+    )
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rope_dim: int, *, is_neox: bool) -> Tensor:
+    """``x`` [tokens, heads, size] with its first ``rope_dim`` elements rotated, in float32."""
+    rope, rest = x[..., :rope_dim].float(), x[..., rope_dim:]
+    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+    first, second = rope.chunk(2, -1) if is_neox else (rope[..., ::2], rope[..., 1::2])
+    parts = first * cos - second * sin, second * cos + first * sin
+    rotated = torch.cat(parts, -1) if is_neox else torch.stack(parts, -1).flatten(-2)
+    return torch.cat((rotated.to(x.dtype), rest), -1)
+
+
+def _rope(arguments: Arguments) -> list[Tensor]:
+    rope_dim = arguments["rope_dim"]
+    if arguments["USE_COS_SIN"]:
+        cos, sin = arguments["cos_sin_ptr"][arguments["pos_ptr"].long()].chunk(2, -1)
+    else:
+        cos, sin = arguments["cos_ptr"], arguments["sin_ptr"]
+    half = rope_dim // 2
+    return [
+        _rotated(arguments[name], cos[..., :half], sin[..., :half], rope_dim, is_neox=arguments["IS_NEOX_STYLE"])
+        for name in ("q_ptr", "k_ptr")
+    ]
+
+
+KERNELS: Mapping[str, TritonKernel] = {
+    "vllm_ascend.ops.triton.rope._triton_rope": TritonKernel(("q_ptr", "k_ptr"), _rope),
+}

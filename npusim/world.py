@@ -31,8 +31,8 @@ class SimWorld:
         profile: Kind of device: a profile's name, or one that was loaded.
         num_devices: How many there are.
         seed: Seed of the devices' default generators.
-        environment: Variables that vendor software reads (``HCCL_BUFFSIZE``, ``PYTORCH_NPU_ALLOC_CONF``, ...). Default: this
-            process' own environment at this moment.
+        environment: Variables that vendor software reads (``HCCL_BUFFSIZE``, ``PYTORCH_NPU_ALLOC_CONF``, ...). Default:
+            this process' own environment at this moment.
         values: ``shape``: numbers exist only where they follow from host data, so that a model's size costs nothing.
             ``real``: everything is computed; for tiny models.
         torch_npu_version: Release whose allocator is imitated: ``2.13`` or ``2.10``.
@@ -42,8 +42,8 @@ class SimWorld:
         free_bytes: Free at the start on each device; likewise.
         other_processes: Bytes held by other processes, by name; the same on every device, or one mapping per device.
         keep_events: Keep the event log's events, not only their hash.
-        lone_rank: Only this rank runs, on the device of its number; in collectives the others do as it does. Default: all
-            ranks run, by :meth:`run_ranks`.
+        lone_rank: Only this rank runs, on the device of its number; in collectives the others do as it does. Default:
+            all ranks run, by :meth:`run_ranks`.
 
     Raises:
         ProfileError: The profile is unknown or broken.
@@ -155,7 +155,9 @@ def _per_device(name: str, setting: T | Sequence[T], num_devices: int) -> Sequen
     if not isinstance(setting, (list, tuple)):
         return [setting] * num_devices  # type: ignore[list-item]
     if len(setting) != num_devices:
-        raise WorldError(f"{name} has {len(setting)} entries for {num_devices} devices; give one for all or one per device")
+        raise WorldError(
+            f"{name} has {len(setting)} entries for {num_devices} devices; give one for all or one per device"
+        )
     return setting
 
 

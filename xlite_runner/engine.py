@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
 
 from xlite_runner.budget import suggest_kv_cache_memory
 from xlite_runner.config import ProfilePolicy, RunnerConfig
@@ -41,7 +42,7 @@ class EngineCore:
         config: RunnerConfig,
         policy: ProfilePolicy,
         run_ranks: RunRanks,
-        store: dist.Store,
+        store: Store,
         on_stage: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config
@@ -75,7 +76,7 @@ class EngineCore:
     def _stage(self, name: str, run: Callable[[NPUWorker], T]) -> list[T]:
         if self._on_stage is not None:
             self._on_stage(name)
-        return self._run_ranks([lambda worker=worker: run(worker) for worker in self.workers])
+        return self._run_ranks([partial(run, worker) for worker in self.workers])
 
     def result(
         self,

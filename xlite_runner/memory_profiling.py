@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+import torch_npu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +36,13 @@ class MemorySnapshot:
     @classmethod
     def measure(cls, device: torch.device) -> MemorySnapshot:
         """Read the device, in upstream's order."""
-        torch_peak = torch.npu.memory_stats(device).get("allocated_bytes.all.peak", 0)
-        free_memory, total_memory = torch.npu.mem_get_info(device)
+        torch_peak = torch_npu.npu.memory_stats(device).get("allocated_bytes.all.peak", 0)
+        free_memory, total_memory = torch_npu.npu.mem_get_info(device)
         return cls(
             torch_peak=torch_peak,
             free_memory=free_memory,
             total_memory=total_memory,
-            torch_memory=torch.npu.memory_reserved(device),
+            torch_memory=torch_npu.npu.memory_reserved(device),
         )
 
 
@@ -59,8 +60,8 @@ class DeviceMemoryProfiler:
 
     def _current_memory_usage(self) -> int:
         gc.collect()
-        torch.npu.reset_peak_memory_stats(self._device)
-        allocated: int = torch.npu.max_memory_allocated(self._device)
+        torch_npu.npu.reset_peak_memory_stats(self._device)
+        allocated: int = torch_npu.npu.max_memory_allocated(self._device)
         return allocated
 
     def __enter__(self) -> Self:
@@ -96,13 +97,13 @@ def memory_profiling(
 ) -> Iterator[MemoryProfilingResult]:
     """Open the profiling window: peaks start anew inside, and what is cached is given back before and after."""
     gc.collect()
-    torch.npu.empty_cache()
-    torch.npu.reset_peak_memory_stats(device)
+    torch_npu.npu.empty_cache()
+    torch_npu.npu.reset_peak_memory_stats(device)
     result = MemoryProfilingResult(
         before_create=baseline, before_profile=MemorySnapshot.measure(device), weights_memory=weights_memory
     )
     yield result
     gc.collect()
-    torch.npu.empty_cache()
+    torch_npu.npu.empty_cache()
     result.after_profile = MemorySnapshot.measure(device)
     result.non_torch_increase = result.after_profile.non_torch_memory - baseline.non_torch_memory

@@ -43,7 +43,7 @@ def start(
         WorldError: The scenario's memory figures contradict each other.
         ValueError, AssertionError, torch.OutOfMemoryError: What the engine's start raises.
     """
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not by name
 
     world = build_world(scenario, config, policy, profile)
     with world, captured_log() as lines:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch_npu
+from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
 
 from xlite_runner.budget import (
     GIB,
@@ -51,7 +53,7 @@ class NPUWorker:
         store: Where the workers find each other.
     """
 
-    def __init__(self, config: RunnerConfig, rank: int, local_rank: int, store: dist.Store) -> None:
+    def __init__(self, config: RunnerConfig, rank: int, local_rank: int, store: Store) -> None:
         self.config = config
         self.rank = rank
         self.local_rank = local_rank
@@ -67,9 +69,9 @@ class NPUWorker:
         Raises:
             ValueError: Less is free than the utilization asks for; upstream's text.
         """
-        torch.npu.set_device(self.device)
+        torch_npu.npu.set_device(self.device)
         gc.collect()
-        torch.npu.empty_cache()
+        torch_npu.npu.empty_cache()
         snapshot = MemorySnapshot.measure(self.device)
         utilization = self.config.cache.gpu_memory_utilization
         requested = requested_memory(snapshot.total_memory, utilization)
@@ -85,7 +87,7 @@ class NPUWorker:
         groups = initialize_parallel_state(
             parallel, self.rank, self.local_rank, is_moe=self.config.model.moe is not None
         )
-        torch.npu.manual_seed_all(self.config.seed)
+        torch_npu.npu.manual_seed_all(self.config.seed)
         self.model_runner = self._make_runner(groups)
 
     def _make_runner(self, groups: object) -> NPUModelRunner:
@@ -126,7 +128,7 @@ class NPUWorker:
         with memory_profiling(init, self.model_runner.model_memory_usage, self.device) as result:
             self.model_runner.profile_run()
             # Read before graphs are captured, whose pools would raise it.
-            profile_torch_peak = torch.npu.memory_stats(self.device).get("allocated_bytes.all.peak", 0)
+            profile_torch_peak = torch_npu.npu.memory_stats(self.device).get("allocated_bytes.all.peak", 0)
             if self._estimates_graphs:
                 self.memory.graph_estimate = self.model_runner.graphs.profile_cudagraph_memory()
         non_kv = NonKVMemory(
@@ -157,9 +159,9 @@ class NPUWorker:
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV cache."""
-        before = torch.npu.memory_allocated(self.device)
+        before = torch_npu.npu.memory_allocated(self.device)
         self.model_runner.initialize_kv_cache(kv_cache_config)
-        self.kv_cache_bytes = torch.npu.memory_allocated(self.device) - before
+        self.kv_cache_bytes = torch_npu.npu.memory_allocated(self.device) - before
 
     def compile_or_warm_up_model(self) -> None:
         """Capture graphs, and say where the memory went."""
@@ -179,7 +181,7 @@ class NPUWorker:
                     available=memory.available_kv_cache,
                 ),
             )
-        torch.npu.manual_seed_all(self.config.seed)
+        torch_npu.npu.manual_seed_all(self.config.seed)
 
 
 class XliteWorker(NPUWorker):
@@ -193,9 +195,7 @@ class XliteWorker(NPUWorker):
         policy: What the profile run executes in full mode.
     """
 
-    def __init__(
-        self, config: RunnerConfig, rank: int, local_rank: int, store: dist.Store, policy: ProfilePolicy
-    ) -> None:
+    def __init__(self, config: RunnerConfig, rank: int, local_rank: int, store: Store, policy: ProfilePolicy) -> None:
         super().__init__(config, rank, local_rank, store)
         self.policy = policy
 

@@ -65,7 +65,8 @@ class Runtime:
         moe_tp_size: int = 1,
         moe_ep_size: int = 1,
     ) -> None:
-        for name, number in (("devid", devid), ("size", size), ("rank", rank), ("tp_size", tp_size), ("dp_size", dp_size)):
+        numbers = {"devid": devid, "size": size, "rank": rank, "tp_size": tp_size, "dp_size": dp_size}
+        for name, number in numbers.items():
             if not isinstance(number, int) or number < 0:
                 raise TypeError(f"incompatible constructor arguments: {name} must be an unsigned int, got {number!r}")
         self.devid, self.rank = devid, rank
@@ -94,9 +95,7 @@ class Runtime:
             size_mb << 20, owner=Owner.XLITE_POOL, label="tensor pool", grade=Grade.EXACT, source=_POOL_SOURCE
         )
         sizes = {"xlite TP": self.tp_size, "xlite DP": self.dp_size, "xlite EP": self.moe_ep_size}
-        self.communicators = {
-            name: device.hccl.communicator(name, size) for name, size in sizes.items() if size > 1
-        }
+        self.communicators = {name: device.hccl.communicator(name, size) for name, size in sizes.items() if size > 1}
         model = RankModel(
             config=ModelConfig(def_tp_size=self.tp_size, def_dp_size=self.dp_size, block_size=1),
             device=_device_facts(device.card),
@@ -157,7 +156,12 @@ class NativeModel:
         return tensor_pool_size(self.rank_model).megabytes
 
     def forward(
-        self, runtime: Runtime, source: torch.Tensor, attn_meta: Any, kv_cache: Sequence[Sequence[Any]], output: torch.Tensor
+        self,
+        runtime: Runtime,
+        source: torch.Tensor,
+        attn_meta: Any,
+        kv_cache: Sequence[Sequence[Any]],
+        output: torch.Tensor,
     ) -> None:
         """Run the forward's allocations in the runtime's pool and overwrite ``output``'s first rows.
 
@@ -212,13 +216,15 @@ def _check_lengths(config: ModelConfig, weights: Any) -> None:
     if n_layers < n_dense:
         raise RuntimeError(f"model.cpp: n_layers {n_layers} < n_dense_layers {n_dense}")
     n_moe = n_layers - n_dense
-    expected = {name: n_layers for name in ("attn_norm", "attn_out", "mlp_norm")}
-    expected |= {name: n_dense for name in ("mlp_up_gate", "mlp_down")}
+    expected = dict.fromkeys(("attn_norm", "attn_out", "mlp_norm"), n_layers)
+    expected |= dict.fromkeys(("mlp_up_gate", "mlp_down"), n_dense)
     if n_moe:
         if config.n_routed_experts % config.moe_ep_size:
-            raise RuntimeError(f"model.cpp: {config.n_routed_experts} experts do not divide by EP size {config.moe_ep_size}")
+            raise RuntimeError(
+                f"model.cpp: {config.n_routed_experts} experts do not divide by EP size {config.moe_ep_size}"
+            )
         expected["gate"] = n_moe
-        expected |= {name: n_moe * config.n_routed_experts // config.moe_ep_size for name in ("re_up_gate", "re_down")}
+        expected |= dict.fromkeys(("re_up_gate", "re_down"), n_moe * config.n_routed_experts // config.moe_ep_size)
     for name, length in expected.items():
         if len(getattr(weights, name)) != length:
             raise RuntimeError(f"model.cpp: {name} has {len(getattr(weights, name))} tensors, must have {length}")

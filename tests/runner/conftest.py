@@ -12,7 +12,6 @@ from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_con
 from xlite_runner.result import ProfileResult
 from xlite_runner.scenario import load_scenario
 
-
 Start = Callable[..., ProfileResult]
 
 

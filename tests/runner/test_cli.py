@@ -117,7 +117,9 @@ def test_tensor_parallel_size_that_does_not_divide_the_heads(capsys, scenario):
 
 def test_pipeline_parallel(capsys, scenario):
     error = refused(capsys, scenario(), "--pipeline-parallel-size", "2")
-    assert "Xlite graph mode is not compatible with pipeline parallelism. Please set pipeline_parallel_size to 1." in error
+    assert (
+        "Xlite graph mode is not compatible with pipeline parallelism. Please set pipeline_parallel_size to 1" in error
+    )
 
 
 def test_two_speculative_tokens(capsys, scenario):
@@ -137,8 +139,8 @@ def test_large_blocks_are_clamped_with_a_warning(capsys, scenario):
 def test_free_memory_below_the_request(capsys, scenario):
     error = refused(capsys, scenario(f"free_memory_bytes = {2048 * MIB}"))
     assert (
-        "Free memory on device (2.0/61.27 GiB) on startup is less than desired GPU memory utilization (0.05, 3.06 GiB). "
-        "Decrease GPU memory utilization or reduce GPU memory used by other processes." in error
+        "Free memory on device (2.0/61.27 GiB) on startup is less than desired GPU memory utilization (0.05, 3.06 "
+        "GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes." in error
     )
 
 

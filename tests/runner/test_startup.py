@@ -1,6 +1,6 @@
 """Whole start-ups on the simulated device, against what was published and what the references derive from it.
 
-The published pair is the log of vllm-ascend PR #11380: Qwen3-30B-A3B, TP2 EP2 on two dies of an A3, before and after the fix.
+The published pair is the log of vllm-ascend PR #11380: Qwen3-30B-A3B, TP2 EP2, two A3 dies, before and after the fix.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("policy", "text"), [(policy, text) for policy, texts in PUBLISHED.items() for text in texts]
-)
+@pytest.mark.parametrize(("policy", "text"), [(policy, text) for policy, texts in PUBLISHED.items() for text in texts])
 def test_published_log(start_scenario, policy, text):
     """Every figure that the two published logs print, in their wording; peak activation before the fix see below."""
     assert any(text in line for line in start_scenario(SEED, policy).log_lines)
@@ -131,8 +129,11 @@ def test_decode_only_profiles_the_model_under_either_policy(start_scenario, shor
 
 def test_poorest_rank_decides(start_scenario, short_model):
     """Scenario 9: a smaller card on one rank means as many blocks for both as it can hold."""
-    total = 65787658240
-    memory = {"total_memory_bytes": [total, total - 1024 * MIB], "free_memory_bytes": [65383120896, 65383120896 - 1024 * MIB]}
+    total, free = 65787658240, 65383120896
+    memory = {
+        "total_memory_bytes": [total, total - 1024 * MIB],
+        "free_memory_bytes": [free, free - 1024 * MIB],
+    }
     result = start_scenario(SEED, "skip", model=short_model, **memory)
     rich, limiting = result.ranks
     assert result.limiting_rank is limiting
@@ -170,7 +171,7 @@ def test_profiling_refuses_when_a_neighbour_leaves_meanwhile(npu_world):
     worker.init_device()
     worker.load_model()
     npu_world.cards[0].other_processes["neighbour"].resize(0)
-    with pytest.raises(AssertionError, match=r"^Error in memory profiling\. Initial free memory [\d.]+ GiB, current free"):
+    with pytest.raises(AssertionError, match=r"^Error in memory profiling\. Initial free memory [\d.]+ GiB, curr"):
         worker.determine_available_memory()
 
 

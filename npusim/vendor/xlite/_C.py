@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
+from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
@@ -74,8 +75,8 @@ class ModelConfig(_Closed):
 
 for _field in fields(_config.ModelConfig):
     assert _field.default is not MISSING
-    _default = int(_field.default) if isinstance(_field.default, int) and not isinstance(_field.default, bool) else _field.default
-    setattr(ModelConfig, _field.name, _Field(_field.name, _default))
+    _is_enum = isinstance(_field.default, IntEnum)
+    setattr(ModelConfig, _field.name, _Field(_field.name, int(_field.default) if _is_enum else _field.default))
 ModelConfig.max_num_batched_tokens = ModelConfig.max_m  # type: ignore[attr-defined]
 ModelConfig._closed = ModelConfig
 

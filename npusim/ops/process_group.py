@@ -376,9 +376,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def _splits(self, given: Sequence[int], tensor: Tensor) -> list[int]:
         num_rows, size = tensor.shape[0] if tensor.dim() else 0, self.size()
-        if not given and num_rows % size:
+        splits = [int(rows) for rows in given] or [num_rows // size] * size  # given in a list, or in an array of NumPy
+        if not len(given) and num_rows % size:
             raise refusal("Tensor's dim 0 does not divide equally across group size", INVALID_PARAMETER)
-        splits = list(given) or [num_rows // size] * size
         if sum(splits) != num_rows:
             raise refusal("Split sizes doesn't match total dim 0 size", INVALID_TYPE)
         return splits

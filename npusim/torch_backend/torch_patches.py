@@ -116,4 +116,4 @@ def _instead_of_values(tensor: Tensor) -> str | None:
         reason = "<values not computed>"
     except WorldError:
         reason = "<of a world that is not active>"
-    return f"{reason}, size={tuple(tensor.shape)}, dtype={tensor.dtype}"
+    return f"{reason}, size={tuple(tensor.shape)}"

@@ -2,7 +2,7 @@
 
 A storage has :class:`Bytes` behind it or nothing. ``RealValues`` computes everything at once. ``ShapeValues`` computes only
 what follows from data made on the host or by a generator, and only when somebody reads it: an operator with an input that
-has no numbers gives outputs that have none.
+has no numbers gives outputs that have none. What is known of a storage may be a part of it.
 """
 
 from __future__ import annotations
@@ -14,25 +14,39 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from npusim.errors import UncomputedValueError
-from npusim.torch_backend.storage import StorageTable
+from npusim.torch_backend.byte_ranges import Ranges, covers, with_range, without_range
+from npusim.torch_backend.storage import StorageTable, span_bytes
 
 Compute = Callable[..., Any]
 """Computes an operator on host tensors; returns its results in the order of the operator's new outputs."""
 
 
 class Bytes:
-    """The bytes of one storage at one moment; never changed after they were computed once."""
+    """The bytes of one storage at one moment; never changed after they were computed once.
 
-    __slots__ = ("_host", "_recipe")
+    Attributes:
+        ranges: The bytes that have been computed or will be; None: all.
+    """
 
-    def __init__(self, host: torch.Tensor | None, recipe: Callable[[], torch.Tensor] | None = None) -> None:
+    __slots__ = ("_depth", "_host", "_recipe", "ranges")
+
+    def __init__(
+        self,
+        host: torch.Tensor | None,
+        recipe: Callable[[], torch.Tensor] | None = None,
+        *,
+        depth: int = 0,
+        ranges: Ranges | None = None,
+    ) -> None:
         self._host = host
         self._recipe = recipe
+        self._depth = depth
+        self.ranges = ranges
 
     @property
-    def computed(self) -> bool:
-        """Whether reading costs nothing."""
-        return self._host is not None
+    def depth(self) -> int:
+        """How many recipes have to run one in the other to read; 0: it was computed."""
+        return 0 if self._host is not None else self._depth
 
     def host(self) -> torch.Tensor:
         """The bytes, as a one-dimensional uint8 tensor on the host."""
@@ -90,6 +104,12 @@ class Geometry(NamedTuple):
         """Whether it sees nothing at all."""
         return 0 in self.size
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the storage from the first to the last that it sees."""
+        itemsize = self.dtype.itemsize
+        return self.offset * itemsize, span_bytes(self.size, self.stride, itemsize, self.offset)
+
     def over(self, host: torch.Tensor) -> torch.Tensor:
         """The host tensor that sees these bytes as the device tensor sees its storage."""
         view = torch.empty(0, dtype=self.dtype, device="cpu")
@@ -120,7 +140,7 @@ class _Computation:
         self._inputs = [(storages.of(t).value if t.numel() else None, Geometry.of(t)) for t in inputs]
         self._compute = compute
         self._results: Sequence[torch.Tensor] | None = None
-        self.ready = all(value is None or value.computed for value, _ in self._inputs)
+        self.depth = max((value.depth for value, _ in self._inputs if value is not None), default=0)
 
     def result(self, position: int) -> torch.Tensor:
         """The host tensor that the operator returns at ``position``."""
@@ -134,27 +154,10 @@ class _Computation:
 
 
 class _Values:
-    """What both kinds share: reading and writing."""
+    """What both kinds share: writing from the host."""
 
     def __init__(self, storages: StorageTable) -> None:
         self._storages = storages
-
-    def known(self, tensors: Sequence[torch.Tensor]) -> bool:
-        of = self._storages.of
-        return all(tensor.numel() == 0 or of(tensor).value is not None for tensor in tensors)
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        geometry = Geometry.of(tensor)
-        if geometry.is_empty:
-            return geometry.empty()
-        value = self._storages.of(tensor).value
-        if value is None:
-            raise UncomputedValueError(
-                f"a value of a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} was read, but nobody "
-                "computed it: it comes from dummy weights, uninitialised memory or an operator that is modelled by its "
-                "shapes only; run the world in real mode, or read something that follows from host data"
-            )
-        return geometry.over(value.host())
 
     def write(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         frozen = source.detach().clone()
@@ -197,7 +200,10 @@ class RealValues(_Values):
         results = _results(compute(*[self.read(tensor) for tensor in inputs]))
         for target, result in zip(targets, results, strict=True):
             if target.numel():
-                Geometry.of(target).over(self._bytes(target)).copy_(result)
+                host = self._bytes(target)
+                if result.untyped_storage()._cdata == host.untyped_storage()._cdata:
+                    result = result.clone()  # noqa: PLW2901 - it may overlap the target
+                Geometry.of(target).over(host).copy_(result)
 
     def forget(self, targets: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
         return
@@ -214,53 +220,108 @@ class ShapeValues(_Values):
 
     Args:
         storages: The world's storages.
-        eager_limit_bytes: Results up to this size are computed at once if their inputs are, so that counters and tables
-            do not grow chains of recipes.
+        eager_limit_bytes: Storages up to this size are computed at once if what they follow from is.
+        max_depth: How long a chain of recipes may become; then it is computed, read or not.
+        max_chained_bytes: Storages above this size are not computed for that, and become unknown instead.
     """
 
     multiplies = False
 
-    def __init__(self, storages: StorageTable, *, eager_limit_bytes: int = 1 << 16) -> None:
+    def __init__(
+        self,
+        storages: StorageTable,
+        *,
+        eager_limit_bytes: int = 1 << 16,
+        max_depth: int = 32,
+        max_chained_bytes: int = 1 << 28,
+    ) -> None:
         super().__init__(storages)
         self._eager_limit_bytes = eager_limit_bytes
+        self._max_depth = max_depth
+        self._max_chained_bytes = max_chained_bytes
+
+    def known(self, tensors: Sequence[torch.Tensor]) -> bool:
+        of = self._storages.of
+        for tensor in tensors:
+            if tensor.numel():
+                value = of(tensor).value
+                if value is None or (value.ranges is not None and not covers(value.ranges, *Geometry.of(tensor).span)):
+                    return False
+        return True
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        geometry = Geometry.of(tensor)
+        if geometry.is_empty:
+            return geometry.empty()
+        if not self.known([tensor]):
+            raise UncomputedValueError(
+                f"a value of a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} was read, but nobody "
+                "computed it: it comes from dummy weights, uninitialised memory or an operator that is modelled by its "
+                "shapes only; run the world in real mode, or read something that follows from host data"
+            )
+        value = self._storages.of(tensor).value
+        assert value is not None
+        return geometry.over(value.host())
 
     def compute(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
         if self.known(inputs):
-            computation = _Computation(self._storages, inputs, compute)
-            for position, output in enumerate(outputs):
-                self._set(output, computation, position, None)
+            self._write(outputs, _Computation(self._storages, inputs, compute))
 
     def update(self, targets: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
-        if not self.known(inputs):
+        if self.known(inputs):
+            self._write(targets, _Computation(self._storages, inputs, compute))
+        else:
             self.forget(targets)
-            return
-        computation = _Computation(self._storages, inputs, compute)
-        for position, target in enumerate(targets):
-            record = self._storages.of(target)
-            if target.numel() * target.element_size() == record.num_bytes:
-                self._set(target, computation, position, None)
-            elif record.value is not None:  # else the rest of the storage stays unknown, and with it all of it
-                self._set(target, computation, position, record.value)
 
     def forget(self, targets: Sequence[torch.Tensor]) -> None:
         for target in targets:
-            if target.numel():
-                self._storages.of(target).value = None
+            if not target.numel():
+                continue
+            record = self._storages.of(target)
+            value = record.value
+            if value is not None:
+                known = value.ranges or ((0, record.num_bytes),)
+                left = without_range(known, *Geometry.of(target).span)
+                if not left:
+                    record.value = None
+                elif left != known:
+                    record.value = self._lazy(value.host, record.num_bytes, value.depth, left)
 
     def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:
-        if value is None or new_num_bytes > num_bytes:
-            return None  # the new part is unknown, and with it all of it
-        return Bytes(None, partial(_prefix, value, new_num_bytes))
+        if value is None:
+            return None
+        ranges = without_range(value.ranges or ((0, num_bytes),), new_num_bytes, max(num_bytes, new_num_bytes))
+        return self._lazy(partial(_prefix, value, new_num_bytes), new_num_bytes, value.depth, ranges) if ranges else None
 
-    def _set(self, target: torch.Tensor, computation: _Computation, position: int, old: Bytes | None) -> None:
-        if not target.numel():
-            return
-        record = self._storages.of(target)
-        recipe = partial(
-            _overwritten, old, record.num_bytes, Geometry.of(target), partial(computation.result, position)
-        )
-        ready = computation.ready and (old is None or old.computed)
-        if ready and record.num_bytes <= self._eager_limit_bytes:
-            record.value = Bytes(recipe())
+    def _write(self, targets: Sequence[torch.Tensor], computation: _Computation) -> None:
+        for position, target in enumerate(targets):
+            if target.numel():
+                self._write_one(target, computation, position)
+
+    def _write_one(self, target: torch.Tensor, computation: _Computation, position: int) -> None:
+        record, geometry = self._storages.of(target), Geometry.of(target)
+        num_bytes = record.num_bytes
+        if target.numel() * geometry.dtype.itemsize == num_bytes:
+            old, ranges = None, None
         else:
-            record.value = Bytes(None, recipe)
+            old = record.value
+            known = () if old is None else old.ranges
+            if known is None or not target.is_contiguous():
+                ranges = known
+            else:
+                ranges = with_range(known, *geometry.span)
+            if ranges == ():
+                return  # between bytes that nobody knows
+            if ranges == ((0, num_bytes),):
+                ranges = None
+        result = partial(computation.result, position)
+        depth = computation.depth if old is None else max(computation.depth, old.depth)
+        record.value = self._lazy(partial(_overwritten, old, num_bytes, geometry, result), num_bytes, depth, ranges)
+
+    def _lazy(
+        self, recipe: Callable[[], torch.Tensor], num_bytes: int, depth: int, ranges: Ranges | None
+    ) -> Bytes | None:
+        """Bytes by a recipe that reads through ``depth`` others; small ones, and the end of a chain, are computed now."""
+        if (depth == 0 and num_bytes <= self._eager_limit_bytes) or depth >= self._max_depth:
+            return Bytes(recipe(), ranges=ranges) if num_bytes <= self._max_chained_bytes else None
+        return Bytes(None, recipe, depth=depth + 1, ranges=ranges)

@@ -37,6 +37,8 @@ def register_backend() -> None:
     """Make ``hccl`` a backend of torch.distributed, and its process groups a matter of each rank. Once per process."""
     if HCCL.upper() in dist.Backend._plugins:
         return
+    import npusim.ops.functional_collectives  # noqa: F401 - declares kernels, which ask this module for groups
+
     dist.Backend.register_backend(HCCL, _create, extended_api=True, devices=["npu"])
     dist.is_hccl_available = is_hccl_available  # type: ignore[attr-defined]  # torch_npu adds it
     _separate_ranks()
@@ -111,8 +113,8 @@ def group_of(name: str) -> SimulatedProcessGroup:
 def _separate_ranks() -> None:
     """Let several ranks of one process each have torch.distributed for themselves.
 
-    torch's C++ registry of groups by name, which serves functional collectives only, has one entry per name and process;
-    simulated groups stay out of it, and functional collectives on device ``npu`` ask :func:`group_of`.
+    The C++ registry of groups by name, which serves functional collectives only, has one entry per name and process, so
+    simulated groups stay out of it; functional collectives on device ``npu`` ask :func:`group_of`.
     """
     module: Any = distributed_c10d
     register, unregister = module._register_process_group, module._unregister_process_group
@@ -149,6 +151,6 @@ def _separate_ranks() -> None:
 
 
 def _simulated_device_types(backend: str) -> tuple[str, ...] | None:
-    """Whose tensors a group of this backend (``hccl``, ``gloo``, ``cpu:gloo,npu:hccl``) takes; None if torch makes it."""
+    """Whose tensors a group of a backend like ``cpu:gloo,npu:hccl`` takes; None if it is torch's own to make."""
     names = [part.rpartition(":")[2] for part in backend.split(",")]
     return tuple(_DEVICE_TYPES[name] for name in names) if set(names) <= _DEVICE_TYPES.keys() else None

@@ -14,6 +14,15 @@ from npusim.device.hbm import OutOfHbmError
 from npusim.errors import UnmodelledCallError
 from npusim.hccl.communicator import Communicator
 from npusim.hccl.ranks import Ranks
+from npusim.ops.hccl_rules import (
+    INVALID_PARAMETER,
+    INVALID_TYPE,
+    REDUCED_AS_INT32,
+    padded,
+    padding_of,
+    reduced,
+    reduction,
+)
 from npusim.ops.refusal import refusal
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.runtime import DeviceRuntime
@@ -24,66 +33,25 @@ Parts = list[list[Tensor]]
 Combine = Callable[[Parts, Sequence[int]], list[Tensor]]
 """Computes the outputs of some ranks, one rank's after the other's."""
 
-INVALID_PARAMETER = "ERR02001 DIST invalid parameter"
-INVALID_TYPE = "ERR02002 DIST invalid type"
-NOT_SUPPORTED = "ERR02007 DIST feature not supported"
-
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "SUM": lambda stacked: stacked.sum(0),
-    "AVG": lambda stacked: stacked.sum(0) / len(stacked),
-    "MAX": lambda stacked: stacked.amax(0),
-    "MIN": lambda stacked: stacked.amin(0),
-    "PRODUCT": lambda stacked: stacked.prod(0),
-}
-_NOT_REDUCED = {
-    torch.float64: "at::kDouble",
-    torch.float8_e4m3fn: "at::ScalarType::Float8_e4m3fn",
-    torch.float8_e5m2: "at::ScalarType::Float8_e5m2",
-}
-"""Types that HCCL does not reduce on A2 and A3. Exact: golden records and torch_npu 2.13.0."""
-_NOT_REDUCE_SCATTERED = {**_NOT_REDUCED, torch.uint8: "at::kByte/at::kBool", torch.bool: "at::kByte/at::kBool"}
-_REDUCED_AS_INT32 = (torch.bool, torch.uint8)
-_ALL_GATHER_ALIGNMENT_BYTES = 512
-"""To a multiple of this size ``all_gather`` into a list pads its tensors. Exact: torch_npu 2.13.0, Ascend910B3."""
-
-
-def _reduced(name: str, parts: Sequence[Tensor]) -> Tensor:
-    return _REDUCTIONS[name](torch.stack(list(parts))).to(parts[0].dtype)
-
 
 def _done(result: Any) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
-
-
-def _padding(tensor: Tensor) -> int:
-    """Elements that a tensor lacks to the next multiple of the alignment."""
-    return -tensor.numel() * tensor.element_size() % _ALL_GATHER_ALIGNMENT_BYTES // tensor.element_size()
-
-
-def _padded(tensor: Tensor, padding: int) -> Tensor:
-    """What torch_npu makes of a tensor that it pads; booleans as int32 in between."""
-    size = (tensor.numel() + padding,)
-    if tensor.dtype is torch.bool:
-        narrow = new_like(tensor, tensor.shape, torch.int32)
-        wide = new_like(narrow, size)
-        del narrow
-        padded = new_like(tensor, size)
-        del wide
-        return padded
-    return new_like(tensor, size)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]  # not in the stub
 
 
 def _size(tensor: Tensor) -> str:
     return f"{tensor.numel()} x {tensor.dtype}"
 
 
-class SimulatedProcessGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # its stub has signatures that only callers in C++ use
+
+
+class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class known as Any
     """A group of ranks that meet in one process.
 
-    For device tensors it has an HCCL communicator, created at the first collective or by :meth:`get_hccl_comm_name`, whose
-    buffers are taken at its first operation. For host tensors it stands in for gloo and takes nothing.
+    For device tensors it has an HCCL communicator, created at the first collective or by :meth:`get_hccl_comm_name`,
+    whose buffers are taken at its first operation. For host tensors it stands in for gloo and takes nothing.
 
     A collective is complete when the call returns: in virtual time the current stream waits for it at once, also when
     ``async_op`` was asked for.
@@ -125,7 +93,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     # What torch asks of a group
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """torch's name of the backend."""
+        """Torch's name of the backend."""
         return "hccl" if "npu" in self._taken else "gloo"
 
     @property
@@ -134,12 +102,12 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """torch's name of the group."""
+        """Torch's name of the group."""
         return self._name
 
     @property
     def group_name(self) -> Any:
-        """torch's name of the group."""
+        """Torch's name of the group."""
         return self._name
 
     @property
@@ -202,20 +170,20 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def _reduce(self, tensor: Tensor, name: str, root: int | None) -> None:
-        """Booleans and bytes are reduced as int32 copies, which the communicator's stream uses (exact: golden records)."""
-        as_copy = tensor.device.type == "npu" and tensor.dtype in _REDUCED_AS_INT32
-        reduced = tensor.to(torch.int32) if as_copy else tensor
-        outputs = [reduced] if root in (None, self._group_rank) else []
+        """Some types as int32 copies, which the communicator's stream uses (exact: golden records)."""
+        as_copy = tensor.device.type == "npu" and tensor.dtype in REDUCED_AS_INT32
+        summand = tensor.to(torch.int32) if as_copy else tensor
+        outputs = [summand] if root in (None, self._group_rank) else []
 
         def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
-            total = _reduced(name, [part[0] for part in parts])
+            total = reduced(name, [part[0] for part in parts])
             return [total for receiver in receivers if root in (None, receiver)]
 
         call, where = ("allreduce", "") if root is None else ("reduce", f" at {root}")
-        self._collective(call, f"{name} of {_size(reduced)}{where}", [reduced], outputs, combine)
+        self._collective(call, f"{name} of {_size(summand)}{where}", [summand], outputs, combine)
         if as_copy:
-            tensor.copy_(reduced)
-            record = platform().storages.of(reduced)
+            tensor.copy_(summand)
+            record = platform().storages.of(summand)
             record.device.allocator.record_stream(record.address, self._handle(record.device))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -228,7 +196,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         self._collective("broadcast", f"{_size(tensor)} from {root}", tensors, tensors, combine, senders=[root])
         return _done(tensors)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:  # noqa: A002
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """All ranks' inputs, one after another."""
         del opts
         if output.dtype != input.dtype:
@@ -262,10 +230,10 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def _gather_flat(self, outputs: Sequence[Tensor], part: Tensor) -> None:
         counts = [output.numel() for output in outputs]
-        padding = _padding(part) if len(set(counts)) == 1 else 0
-        padded = [_padded(tensor, padding) for tensor in (*outputs, part)] if padding else []
+        padding = padding_of(part) if len(set(counts)) == 1 else 0
+        held = [padded(tensor, padding) for tensor in (*outputs, part)] if padding else []
         flat = new_like(part, (sum(counts) + len(counts) * padding,))
-        del padded
+        del held
 
         def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
             rows = [functional.pad(part[0].flatten(), (0, padding)) for part in parts]
@@ -276,7 +244,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         for output, share, count in zip(outputs, shares, counts, strict=True):
             output.copy_(share[:count].view(output.shape))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:  # noqa: A002
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         """Each rank's share of the sum over ranks."""
         self._check([input, output])
         if input.dtype != output.dtype:
@@ -287,7 +255,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         name = self._reduction(opts.reduceOp, [input], "_reduce_scatter_base")
 
         def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
-            shares = _reduced(name, [part[0].flatten() for part in parts]).chunk(len(parts))
+            shares = reduced(name, [part[0].flatten() for part in parts]).chunk(len(parts))
             return [shares[receiver] for receiver in receivers]
 
         self._collective("reduce_scatter", f"{name} of {_size(input)}", [input], [output], combine)
@@ -300,7 +268,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         flat = self._flat(inputs)
 
         def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
-            return [_reduced(name, [part[receiver] for part in parts]) for receiver in receivers]
+            return [reduced(name, [part[receiver] for part in parts]) for receiver in receivers]
 
         self._collective("reduce_scatter", f"{name}, lists of {output.dtype}", inputs, outputs, combine)
         del flat
@@ -309,7 +277,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def alltoall_base(
         self,
         output: Tensor,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         output_splits: list[int],
         input_splits: list[int],
         opts: Any = None,
@@ -384,15 +352,8 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return splits
 
     def _reduction(self, op: Any, tensors: Sequence[Tensor], call: str) -> str:
-        """Name of a reduction that the group can do with these tensors."""
         self._check(tensors)
-        name = str(op.op).rpartition(".")[2]
-        refused = _NOT_REDUCE_SCATTERED if "scatter" in call else _NOT_REDUCED
-        if tensors[0].device.type == "npu" and tensors[0].dtype in refused:
-            raise refusal(f"HCCL {call}: Unsupported data type {refused[tensors[0].dtype]}", NOT_SUPPORTED)
-        if name not in _REDUCTIONS:
-            raise refusal(f"Cannot use ReduceOp.{name} with HCCL", NOT_SUPPORTED)
-        return name
+        return reduction(op, tensors[0], call)
 
     def _check_device(self, device_type: str) -> None:
         if device_type not in self._taken:

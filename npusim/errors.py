@@ -38,5 +38,9 @@ class CollectiveMismatchError(NpusimError, RuntimeError):
     """Ranks met in a collective with different operations or sizes, or one of them never arrived."""
 
 
+class RankMissingError(CollectiveMismatchError):
+    """A rank waited in a collective for one that has ended, or that waits elsewhere: on a card it would hang."""
+
+
 class UnmodelledNameError(UnmodelledCallError, AttributeError):
     """A name of a vendor package was asked for that the double does not have; ``hasattr`` answers False."""

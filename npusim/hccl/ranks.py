@@ -9,10 +9,15 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
-from npusim.errors import CollectiveMismatchError, WorldError
+from npusim.errors import CollectiveMismatchError, RankMissingError, WorldError
 
 T = TypeVar("T")
 P = TypeVar("P")
+
+
+def _text(group: Hashable) -> str:
+    """A group and the number of its collective, for a message."""
+    return ", collective ".join(map(str, group)) if isinstance(group, tuple) else str(group)
 
 
 class _Meeting(Generic[P]):
@@ -26,14 +31,13 @@ class _Meeting(Generic[P]):
 
 
 class _Rank:
-    """One rank's thread: what it returned, or why it stopped; and what it waits for."""
+    """One rank's thread: what it returned, and what it waits for."""
 
     def __init__(self) -> None:
         self.turn = threading.Semaphore(0)
         self.waits_for: _Meeting[Any] | None = None
         self.is_done = False
         self.result: Any = None
-        self.error: BaseException | None = None
 
 
 class Ranks:
@@ -43,6 +47,7 @@ class Ranks:
         self._local = threading.local()
         self._ranks: list[_Rank] = []
         self._meetings: dict[Hashable, _Meeting[Any]] = {}
+        self._failures: list[tuple[int, BaseException]] = []
         self.attached: dict[Hashable, Any] = {}
         """What others keep per rank of this world; it goes with the world."""
 
@@ -66,10 +71,14 @@ class Ranks:
 
         Raises:
             CollectiveMismatchError: Ranks that wait for each other, or for one that has ended, in a collective.
-            BaseException: The first error that a rank raised, with a note that names the rank.
+            BaseException: The first error that a rank raised, with a note that names the rank. That others then wait in
+                vain does not count.
+            WorldError: Ranks are running already, or there are none to run.
         """
         if self._ranks:
             raise WorldError("ranks are running already; a rank cannot start others")
+        if not functions:
+            raise WorldError("there are no ranks to run")
         self._ranks = [_Rank() for _ in functions]
         threads = [
             threading.Thread(target=self._main, args=(index, function), name=f"rank{index}", daemon=True)
@@ -86,6 +95,7 @@ class Ranks:
         finally:
             self._ranks = []
             self._meetings.clear()
+            self._failures.clear()
 
     def meet(
         self,
@@ -109,19 +119,21 @@ class Ranks:
             finish: Does the collective.
 
         Raises:
-            CollectiveMismatchError: The ranks do different things, or one will never come.
+            CollectiveMismatchError: The ranks do different things.
+            RankMissingError: One will never come.
         """
         if num_ranks == 1:
             finish([payload], [group_rank])
             return
         if not self._ranks:
-            raise CollectiveMismatchError(
-                f"a collective of {num_ranks} ranks was called outside of SimWorld.run_ranks, where no other rank can arrive"
+            raise RankMissingError(
+                f"{operation} of {num_ranks} ranks was called outside of SimWorld.run_ranks, where no other rank can arrive"
             )
         meeting = self._meetings.setdefault(group, _Meeting(operation, num_ranks))
         if meeting.operation != operation:
             raise CollectiveMismatchError(
-                f"rank {self.current} calls {operation} on {group} where another rank called {meeting.operation}"
+                f"rank {self.current} calls {operation} on {_text(group)} where rank {min(meeting.payloads)} of the group calls "
+                f"{meeting.operation}"
             )
         meeting.payloads[group_rank] = payload
         if len(meeting.payloads) == num_ranks:
@@ -137,9 +149,10 @@ class Ranks:
         me.turn.acquire()
         me.waits_for = None
         if not meeting.is_over:
-            raise CollectiveMismatchError(
-                f"rank {self.current} waits in {operation} on {group} for ranks that never arrive: "
-                f"{len(meeting.payloads)} of {num_ranks} are there"
+            missing = [rank for rank in range(num_ranks) if rank not in meeting.payloads]
+            raise RankMissingError(
+                f"rank {self.current} waits in {operation} on {_text(group)} for ranks of the group that never arrive: "
+                f"{', '.join(map(str, missing))}"
             )
 
     def _main(self, index: int, function: Callable[[], Any]) -> None:
@@ -149,7 +162,7 @@ class Ranks:
         try:
             me.result = function()
         except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
-            me.error = error
+            self._failures.append((index, error))
         me.is_done = True
         self._pass_turn()
 
@@ -163,11 +176,8 @@ class Ranks:
             (ready or waiting)[0].turn.release()
 
     def _raise_first_error(self) -> None:
-        failed = [(index, rank.error) for index, rank in enumerate(self._ranks) if rank.error is not None]
-        causes = [entry for entry in failed if not isinstance(entry[1], CollectiveMismatchError)] or failed
-        if causes:
-            index, error = causes[0]
-            assert error is not None
+        causes = [failure for failure in self._failures if not isinstance(failure[1], RankMissingError)]
+        for index, error in causes or self._failures:
             error.add_note(f"raised on rank {index} of {len(self._ranks)}")
             raise error
 

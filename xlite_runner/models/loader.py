@@ -25,6 +25,7 @@ MODELS: Mapping[str, Callable[[BuildContext], CausalLM]] = {
 """Model classes by the architecture's name in ``config.json``."""
 
 DUMMY_WEIGHT_RANGE = 1e-3
+DUMMY_WEIGHT_SEED = 1234
 
 
 def build_model(config: RunnerConfig, parallel: ParallelState, device: torch.device) -> CausalLM:
@@ -43,6 +44,8 @@ def build_model(config: RunnerConfig, parallel: ParallelState, device: torch.dev
 
 
 def initialize_dummy_weights(model: torch.nn.Module) -> None:
-    """Small random numbers in every weight, in place."""
+    """Small random numbers in every weight, in place; the device's default generator is not drawn from."""
     for parameter in model.parameters():
-        parameter.data.uniform_(-DUMMY_WEIGHT_RANGE, DUMMY_WEIGHT_RANGE)
+        generator = torch.Generator(device=parameter.device)
+        generator.manual_seed(DUMMY_WEIGHT_SEED)
+        parameter.data.uniform_(-DUMMY_WEIGHT_RANGE, DUMMY_WEIGHT_RANGE, generator=generator)

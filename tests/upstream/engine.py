@@ -4,9 +4,10 @@ One process is one rank: upstream keeps its parallel state, forward context and 
 ranks of a process would share. The other ranks are taken to do as this one does (``SimWorld(lone_rank=...)``), which is what
 tensor-parallel ranks do: they get the same seed, the same inputs, and call the same collectives.
 
-Run as a script inside an environment that has vllm and vllm-ascend; prints one JSON object::
+Run as a script inside an environment that has vllm and vllm-ascend; prints a line of JSON for each start-up::
 
-    python -m tests.upstream.engine examples/tiny-dense.toml --rank 0
+    python -m tests.upstream.engine examples/tiny.toml
+    python -m tests.upstream.engine --cases
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from npusim.hook import environment_of_children
+from npusim.installation import expose_doubles
+from tests.upstream.cases import CASES
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.simulation import build_world, ledgers
@@ -187,15 +192,53 @@ def captured_log() -> Iterator[list[str]]:
             logger.removeHandler(collector)
 
 
+def start_in_child(scenario: Path, settings: dict[str, Any], rank: int) -> str:
+    """:func:`start` in a process of its own that begins with this one's imports; the result, or the error, as JSON."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            answer = asdict(start(load_scenario(scenario, settings), rank))
+        except BaseException:  # noqa: BLE001 - the parent reports it
+            answer = {"error": traceback.format_exc()}
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer_text = pipe.read()
+    os.waitpid(child, 0)
+    return answer_text
+
+
+def import_upstream() -> None:
+    """Import what every start-up imports before it has a worker."""
+    expose_doubles()
+    os.environ.update(PRESETS)
+    for module in ("vllm.engine.arg_utils", "vllm.v1.core.kv_cache_utils", "vllm.distributed.parallel_state"):
+        import_module(module)
+
+
 def main() -> None:
-    """Start one rank and print the result."""
+    """Start one rank, or each case, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", type=Path)
+    parser.add_argument("scenario", type=Path, nargs="?")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--set", type=json.loads, default={}, help="scenario keys that replace those of the file, as JSON")
+    parser.add_argument("--cases", nargs="*", help="cases to start, each in a process of its own; default: all")
     options = parser.parse_args()
-    result = start(load_scenario(options.scenario, options.set), options.rank)
-    print(json.dumps(asdict(result)), file=sys.stdout)
+    if options.cases is None:
+        print(json.dumps(asdict(start(load_scenario(options.scenario, options.set), options.rank))))
+        return
+    from importlib.metadata import version
+
+    release = version("vllm").removesuffix("+empty")
+    import_upstream()
+    for case in CASES:
+        if release in case.releases and (not options.cases or case.name in options.cases):
+            answer = start_in_child(case.scenario, case.settings, case.rank)
+            print(json.dumps({"case": case.name, **json.loads(answer)}), flush=True)
 
 
 if __name__ == "__main__":

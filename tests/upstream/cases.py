@@ -1,0 +1,123 @@
+"""Scenarios that upstream and xlite_runner must agree on, to the byte: a scenario file, and what replaces its settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MODELS = Path(__file__).parent / "models"
+RELEASES = ("0.22.1", "0.23.0")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One start-up.
+
+    Attributes:
+        name: What is special about it.
+        settings: Scenario keys that replace those of the file.
+        scenario: The file.
+        rank: The rank that runs upstream's code.
+        releases: Releases of upstream that it runs on.
+    """
+
+    name: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    scenario: Path = EXAMPLES / "tiny.toml"
+    rank: int = 0
+    releases: tuple[str, ...] = RELEASES
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SEED = EXAMPLES / "qwen3-30b-a3b-tp2-ep2.toml"
+FULL = {"enabled": True, "full_mode": True}
+DECODE_ONLY = {"enabled": True, "full_mode": False}
+OFF = {"enabled": False, "full_mode": False}
+TINY_MOE = {
+    "model": str(MODELS / "tiny-qwen3-moe.json"),
+    "max_model_len": 2048,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 1024,
+    "gpu_memory_utilization": 0.1,
+}
+
+
+def dense(model: str, tp_size: int, **settings: Any) -> dict[str, Any]:
+    """A published dense model on dies of an A3."""
+    return {
+        "model": str(MODELS / f"{model}.json"),
+        "tensor_parallel_size": tp_size,
+        "max_model_len": 8192,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": 0.9,
+    } | settings
+
+
+CASES = (
+    Case("seed, rank 0", scenario=SEED),
+    Case("seed, rank 1", {"free_memory_bytes": None}, SEED, rank=1, releases=("0.22.1",)),
+    Case(
+        "seed on A2",
+        {"device_profile": "a2-64g", "total_memory_bytes": 65452113920, "free_memory_bytes": None},
+        SEED,
+        releases=("0.22.1",),
+    ),
+    Case("seed, decode-only eager", {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True}, SEED, releases=("0.23.0",)),
+    Case(
+        "seed, xlite off, eager, experts not spread",
+        {"xlite_graph_config": OFF, "enforce_eager": True, "enable_expert_parallel": False},
+        SEED,
+        releases=("0.23.0",),
+    ),
+    Case("Qwen3-32B on 8 cards of an A2", scenario=EXAMPLES / "qwen3-32b-tp8-dense.toml", releases=("0.22.1",)),
+    Case("tiny dense"),
+    Case("tiny dense, TP 2", {"tensor_parallel_size": 2}),
+    Case("tiny dense, TP 4, more ranks than key heads", {"tensor_parallel_size": 4}),
+    Case("tiny dense, decode-only eager", {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True}),
+    Case("tiny dense, xlite off, eager", {"xlite_graph_config": OFF, "enforce_eager": True}),
+    Case("tiny dense, utilization 0.5", {"gpu_memory_utilization": 0.5}),
+    Case("tiny dense, utilization 0.92, length 128", {"gpu_memory_utilization": 0.92, "max_model_len": 128}),
+    Case("tiny dense, float16", {"dtype": "float16"}),
+    Case("tiny dense, one sequence", {"max_num_seqs": 1}),
+    Case("tiny dense, 256 sequences", {"max_num_seqs": 256}),
+    Case("tiny dense, 2048 tokens", {"max_num_batched_tokens": 2048}),
+    Case("tiny dense, size of the cache given", {"kv_cache_memory_bytes": 1 << 30}),
+    Case("tiny dense, neighbour", {"other_processes": [{"name": "neighbour", "memory_bytes": 3 << 30}]}),
+    Case(
+        "tiny dense, small blocks, no prefix cache, whole prompts",
+        {"block_size": 64, "enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+    ),
+    Case("tiny MoE", TINY_MOE),
+    Case("tiny MoE, TP 2", TINY_MOE | {"tensor_parallel_size": 2}),
+    Case("tiny MoE, EP 2", TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    Case("tiny MoE, EP 4, rank 3", TINY_MOE | {"tensor_parallel_size": 4, "enable_expert_parallel": True}, rank=3),
+    Case("tiny MoE, EP 8", TINY_MOE | {"tensor_parallel_size": 8, "enable_expert_parallel": True}),
+    Case(
+        "tiny MoE, EP 2, decode-only eager",
+        TINY_MOE
+        | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+        | {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True},
+    ),
+    Case(
+        "tiny MoE, EP 2, xlite off, eager",
+        TINY_MOE
+        | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+        | {"xlite_graph_config": OFF, "enforce_eager": True},
+    ),
+    Case(
+        "tiny MoE, EP 2 on A2",
+        TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True, "device_profile": "a2-64g"},
+    ),
+    Case("tiny MoE, EP 2, seed 7", TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True, "seed": 7}),
+    Case("Qwen3-0.6B", dense("Qwen3-0.6B", 1)),
+    Case("Qwen3-8B, TP 4", dense("Qwen3-8B", 4)),
+    Case("Llama-3.1-8B", dense("Llama-3.1-8B", 1)),
+    Case("Llama-3.1-8B, TP 2", dense("Llama-3.1-8B", 2), releases=("0.22.1",)),
+    Case("Qwen2.5-7B, TP 2", dense("Qwen2.5-7B-Instruct", 2)),
+)

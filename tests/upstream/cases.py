@@ -39,7 +39,7 @@ FULL = {"enabled": True, "full_mode": True}
 DECODE_ONLY = {"enabled": True, "full_mode": False}
 OFF = {"enabled": False, "full_mode": False}
 TINY_MOE = {
-    "model": str(MODELS / "tiny-qwen3-moe.json"),
+    "model": MODELS / "tiny-qwen3-moe.json",
     "max_model_len": 2048,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 1024,
@@ -50,7 +50,7 @@ TINY_MOE = {
 def dense(model: str, tp_size: int, **settings: Any) -> dict[str, Any]:
     """A published dense model on dies of an A3."""
     return {
-        "model": str(MODELS / f"{model}.json"),
+        "model": MODELS / f"{model}.json",
         "tensor_parallel_size": tp_size,
         "max_model_len": 8192,
         "max_num_seqs": 64,

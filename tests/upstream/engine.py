@@ -216,8 +216,9 @@ def import_upstream() -> None:
     """Import what every start-up imports before it has a worker."""
     expose_doubles()
     os.environ.update(PRESETS)
-    for module in ("vllm.engine.arg_utils", "vllm.v1.core.kv_cache_utils", "vllm.distributed.parallel_state"):
+    for module in ("vllm.engine.arg_utils", "vllm.v1.core.kv_cache_utils", "vllm_ascend.xlite.xlite_worker"):
         import_module(module)
+    import_module("vllm_ascend.utils").adapt_patch()  # the first thing that a worker does
 
 
 def main() -> None:
@@ -228,8 +229,10 @@ def main() -> None:
     parser.add_argument("--set", type=json.loads, default={}, help="scenario keys that replace those of the file, as JSON")
     parser.add_argument("--cases", nargs="*", help="cases to start, each in a process of its own; default: all")
     options = parser.parse_args()
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # upstream logs to stdout
     if options.cases is None:
-        print(json.dumps(asdict(start(load_scenario(options.scenario, options.set), options.rank))))
+        print(json.dumps(asdict(start(load_scenario(options.scenario, options.set), options.rank))), file=results)
         return
     from importlib.metadata import version
 
@@ -238,7 +241,7 @@ def main() -> None:
     for case in CASES:
         if release in case.releases and (not options.cases or case.name in options.cases):
             answer = start_in_child(case.scenario, case.settings, case.rank)
-            print(json.dumps({"case": case.name, **json.loads(answer)}), flush=True)
+            print(json.dumps({"case": case.name, **json.loads(answer)}), file=results, flush=True)
 
 
 if __name__ == "__main__":

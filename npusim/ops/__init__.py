@@ -22,6 +22,7 @@ FAMILIES = (
     "norm",
     "quant",
     "random",
+    "rearranging",
     "reduction",
     "rope",
     "sampling",

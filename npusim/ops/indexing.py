@@ -353,3 +353,21 @@ def equal(self: Tensor, other: Tensor) -> bool:
     same = self.shape == other.shape and torch.equal(values.read(self), values.read(other).to(self.dtype))
     del answer
     return same
+
+
+def _masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    return self.masked_scatter(mask.bool(), source.to(self.dtype))
+
+
+@operator("aten::masked_scatter_", computes=_masked_scatter, writes=["self"])
+def masked_scatter_(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The elements under a mask from others, in order."""
+    return self
+
+
+@operator("aten::masked_scatter", computes=IN_BODY, hosts=Hosts.TAKEN)
+def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """The same on a copy."""
+    size = broadcast(mask.shape, self.shape)
+    result = self.expand(size).clone(memory_format=torch.contiguous_format)
+    return result.masked_scatter_(mask.expand(size), source)

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
+from npusim.ops.aclop import copy_parts
 from npusim.ops.operator import Hosts, operator
 from npusim.ops.refusal import refusal
-from npusim.torch_backend.registration import platform
-from npusim.torch_backend.storage import ND
 from npusim.torch_backend.tensors import new_like
 
 _FULL_QUANTISATION = (2, 3, 4, 5)
@@ -33,11 +32,6 @@ def _check_dims(name: str, tensor: Tensor, *allowed: int) -> None:
 
 def _queries(token_x: Tensor, weight_uk: Tensor, last: int) -> tuple[int, ...]:
     return (*token_x.shape[:-1], weight_uk.shape[0], last)
-
-
-def _fills_its_storage(tensor: Tensor) -> bool:
-    has_blocks = platform().storages.of(tensor).npu_format != ND
-    return has_blocks or (tensor.is_contiguous() and tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes())
 
 
 @operator("npu::npu_mla_prolog")
@@ -67,8 +61,7 @@ def npu_mla_prolog(
     query = _new(_queries(token_x, weight_uk, weight_uk.shape[2]), token_x, token_x.dtype)
     query_rope = _new(_queries(token_x, weight_uk, rope_sin.size(token_x.dim() - 1)), token_x, token_x.dtype)
     caches = new_like(kv_cache), new_like(kr_cache)
-    copies = [new_like(tensor) for tensor in required.values() if not _fills_its_storage(tensor)]
-    del copies
+    copy_parts(*required.values())
     return query, query_rope, *caches
 
 

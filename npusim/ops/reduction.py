@@ -220,3 +220,12 @@ def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
         self.min().item()
         length = max(int(self.max().item()) + 1, minlength)
     return new_like(self, (length,), torch.int64 if weights is None else torch.float64)
+
+
+@operator("aten::count_nonzero.dim_IntList")
+def count_nonzero(self: Tensor, dim: Sequence[int]) -> Tensor:
+    """Counts the elements that a comparison with 0 has marked."""
+    marks = new_like(self, dtype=torch.bool)
+    result = new_like(self, reduced(self.shape, dim), torch.int64)
+    del marks
+    return result

@@ -20,17 +20,20 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
+from npusim.device.profile import load_profile
 from npusim.hook import environment_of_children
 from npusim.installation import expose_doubles
-from tests.upstream.cases import CASES
+from tests.upstream.cases import CASES, Case
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.simulation import build_world, ledgers
@@ -192,30 +195,52 @@ def captured_log() -> Iterator[list[str]]:
             logger.removeHandler(collector)
 
 
-def start_in_child(scenario: Path, settings: dict[str, Any], rank: int) -> str:
-    """:func:`start` in a process of its own that begins with this one's imports; the result, or the error, as JSON."""
-    reader, writer = os.pipe()
+def in_child(work: Callable[[], None]) -> None:
+    """Do something in a process of its own that begins with this one's imports."""
     child = os.fork()
     if child == 0:
-        os.close(reader)
         try:
-            answer = asdict(start(load_scenario(scenario, settings), rank))
-        except BaseException:  # noqa: BLE001 - the parent reports it
-            answer = {"error": traceback.format_exc()}
-        with os.fdopen(writer, "w") as pipe:
-            json.dump(answer, pipe)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        answer_text = pipe.read()
+            work()
+        finally:
+            os._exit(0)
     os.waitpid(child, 0)
-    return answer_text
 
 
-def import_upstream() -> None:
-    """Import what every start-up imports before it has a worker."""
+def start_cases(names: Sequence[str], results: TextIO) -> None:
+    """Start each case and write its result, or its error, as a line of JSON.
+
+    Cases on one kind of device share the imports, which upstream does differently for each kind.
+    """
+    from importlib.metadata import version
+
+    release = version("vllm").removesuffix("+empty")
+    by_family: dict[str, list[tuple[Case, Scenario]]] = defaultdict(list)
+    for case in CASES:
+        if release in case.releases and (not names or case.name in names):
+            scenario = load_scenario(case.scenario, case.settings)
+            by_family[load_profile(scenario.device_profile).family].append((case, scenario))
+
+    def start_one(case: Case, scenario: Scenario) -> None:
+        try:
+            answer = asdict(start(scenario, case.rank))
+        except BaseException:  # noqa: BLE001 - whoever reads the line reports it
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps({"case": case.name, **answer}), file=results, flush=True)
+
+    def start_family(family: str, cases: Sequence[tuple[Case, Scenario]]) -> None:
+        import_upstream(family)
+        for case, scenario in cases:
+            in_child(partial(start_one, case, scenario))
+
+    for family, cases in by_family.items():
+        in_child(partial(start_family, family, cases))
+
+
+def import_upstream(family: str) -> None:
+    """Import what every start-up on a kind of device imports before anything depends on the scenario."""
     expose_doubles()
     os.environ.update(PRESETS)
+    _build_for(family)
     for module in ("vllm.engine.arg_utils", "vllm.v1.core.kv_cache_utils", "vllm_ascend.xlite.xlite_worker"):
         import_module(module)
     import_module("vllm_ascend.utils").adapt_patch()  # the first thing that a worker does
@@ -234,14 +259,7 @@ def main() -> None:
     if options.cases is None:
         print(json.dumps(asdict(start(load_scenario(options.scenario, options.set), options.rank))), file=results)
         return
-    from importlib.metadata import version
-
-    release = version("vllm").removesuffix("+empty")
-    import_upstream()
-    for case in CASES:
-        if release in case.releases and (not options.cases or case.name in options.cases):
-            answer = start_in_child(case.scenario, case.settings, case.rank)
-            print(json.dumps({"case": case.name, **json.loads(answer)}), file=results, flush=True)
+    start_cases(options.cases, results)
 
 
 if __name__ == "__main__":

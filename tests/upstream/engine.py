@@ -13,6 +13,7 @@ Run as a script inside an environment that has vllm and vllm-ascend; prints a li
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -229,6 +230,8 @@ def start_cases(names: Sequence[str], results: TextIO) -> None:
 
     def start_family(family: str, cases: Sequence[tuple[Case, Scenario]]) -> None:
         import_upstream(family)
+        gc.collect()
+        gc.freeze()  # upstream collects garbage at a dozen points, each time through everything that was imported
         for case, scenario in cases:
             in_child(partial(start_one, case, scenario))
 
@@ -251,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", type=Path, nargs="?")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--set", type=json.loads, default={}, help="scenario keys that replace those of the file, as JSON")
+    parser.add_argument("--set", type=json.loads, default={}, help="scenario keys that replace the file's, as JSON")
     parser.add_argument("--cases", nargs="*", help="cases to start, each in a process of its own; default: all")
     options = parser.parse_args()
     results = os.fdopen(os.dup(1), "w")

@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sim_only(reason): runs on the simulated device only")
     config.addinivalue_line("markers", "npu_only(reason): runs on an Ascend card only")
     config.addinivalue_line("markers", "npu_settings(**settings): how npu_world is built on the simulated device")
+    config.addinivalue_line("markers", "upstream: runs the published vllm and vllm-ascend; deselected unless -m says otherwise")
     config.addinivalue_line("markers", "slow: the full set of cases; deselected unless -m says so")
     if config.getoption("--device") == "npu":
         _require_npu()

@@ -16,6 +16,7 @@ FAMILIES = (
     "indexing",
     "kv_cache",
     "matmul",
+    "matmul_comm",
     "mla",
     "moe_comm",
     "moe_routing",

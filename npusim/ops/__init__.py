@@ -14,6 +14,7 @@ FAMILIES = (
     "format",
     "grouped_matmul",
     "indexing",
+    "joining",
     "kv_cache",
     "matmul",
     "matmul_comm",
@@ -27,6 +28,7 @@ FAMILIES = (
     "reduction",
     "rope",
     "sampling",
+    "subscripts",
 )
 
 

@@ -17,8 +17,8 @@ from npusim.ops.operator import IN_BODY, operator
 from npusim.ops.shapes import scalar_type
 from npusim.torch_backend.factories import set_tensor
 from npusim.torch_backend.registration import platform
-from npusim.torch_backend.storage import ND
-from npusim.torch_backend.tensors import new_like
+from npusim.torch_backend.storage import ND, contiguous_stride
+from npusim.torch_backend.tensors import new_like, new_on, runtime_of
 
 NCHW, FRACTAL_NZ, NCDHW, FRACTAL_NZ_C0_16, FRACTAL_NZ_C0_32 = 0, 29, 30, 50, 51
 PLAIN = (ND, NCHW, NCDHW)
@@ -59,12 +59,12 @@ def _base_size(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...
 
 
 def _blocked(
-    like: Tensor, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, acl_format: int
+    device: int, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, acl_format: int
 ) -> Tensor:
     base = _base_size(size, stride)
     storages = platform().storages
     num_bytes = torch.Size(blocked_size(base, dtype.itemsize, _BLOCKED[acl_format])).numel() * dtype.itemsize
-    storage = storages.allocate(platform().runtimes[like.device.index], num_bytes)
+    storage = storages.allocate(platform().runtimes[device], num_bytes)
     storages.of_storage(storage).npu_format = acl_format
     return storages.tensor(storage, dtype, size, stride)
 
@@ -78,12 +78,30 @@ def cast(tensor: Tensor, acl_format: int) -> Tensor:
     if acl_format in PLAIN:
         result = new_like(tensor)
     elif tensor.is_contiguous() or _base_size(tuple(tensor.shape), tensor.stride()) != tuple(tensor.shape):
-        result = _blocked(tensor, tuple(tensor.shape), tensor.stride(), tensor.dtype, acl_format)
+        result = _blocked(tensor.device.index, tuple(tensor.shape), tensor.stride(), tensor.dtype, acl_format)
     else:
         copy = new_like(tensor)
-        result = _blocked(copy, tuple(copy.shape), copy.stride(), copy.dtype, acl_format)
+        result = _blocked(copy.device.index, tuple(copy.shape), copy.stride(), copy.dtype, acl_format)
     platform().values.update((result,), (tensor,), _same)
     return result
+
+
+@operator("npu::empty_with_format", computes=IN_BODY)
+def empty_with_format(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    acl_format: int = ND,
+    **_: Any,
+) -> Tensor:
+    """New memory in a format."""
+    _check(acl_format)
+    runtime = runtime_of(device)
+    kind = dtype or torch.get_default_dtype()
+    if acl_format in PLAIN or len(size) < 2:  # noqa: PLR2004 - blocks are of rows and columns
+        return new_on(runtime, size, kind)
+    return _blocked(runtime.card.index, tuple(size), contiguous_stride(size), kind, acl_format)
 
 
 def _same(host: Tensor) -> Tensor:

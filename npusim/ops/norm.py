@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from npusim.ops.operator import SYSTEM_WORKSPACE_BYTES, Hosts, operator
-from npusim.ops.refusal import refusal
-from npusim.ops.shapes import INT4, QUINT4X2, broadcast, scalar_type
+from npusim.ops.refusal import refusal, type_name
+from npusim.ops.shapes import INT4, QUINT4X2, scalar_type
 from npusim.torch_backend.tensors import new_like
 
 
@@ -198,6 +198,19 @@ def npu_add_layer_norm(x1: Tensor, x2: Tensor, gamma: Tensor, beta: Tensor, *arg
     return y, _statistics(x1, gamma), _statistics(x1, gamma), total
 
 
+def _check_parameters(normalized_shape: Sequence[int], **parameters: Tensor | None) -> None:
+    for name, tensor in parameters.items():
+        if tensor is not None and tuple(tensor.shape) != tuple(normalized_shape):
+            raise refusal(_differs(name, tensor, normalized_shape))
+
+
+def _differs(name: str, tensor: Tensor, normalized_shape: Sequence[int]) -> str:
+    return (
+        f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape {list(tensor.shape)} and "
+        f"normalized_shape = {list(normalized_shape)}"
+    )
+
+
 @operator("aten::native_layer_norm")
 def native_layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
@@ -209,6 +222,7 @@ def native_layer_norm(
             f"Given normalized_shape={list(normalized_shape)}, expected input with shape "
             f"[*, {', '.join(str(extent) for extent in normalized_shape)}], but got input of size{list(input.shape)}"
         )
+    _check_parameters(normalized_shape, weight=weight, bias=bias)
     size = (*input.shape[:num_kept], *(1,) * len(normalized_shape))
     statistics = input.dtype if input.dtype is torch.float64 else torch.float32
     y = new_like(input)
@@ -218,6 +232,16 @@ def native_layer_norm(
 @operator("aten::rms_norm", hosts=Hosts.NUMBERS)
 def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, *args: Any) -> Tensor:
     """Torch's own norm has no kernel of its own: it is composed in float32."""
+    wanted = tuple(normalized_shape)
+    if tuple(input.shape[max(input.dim() - len(wanted), 0) :]) != wanted:
+        raise RuntimeError(
+            f"Given normalized_shape={list(wanted)}, expected input with shape [*{', '.join(map(str, wanted))}], but got input "
+            f"of size{list(input.shape)}"
+        )
+    if weight is not None and tuple(weight.shape) != wanted:
+        raise RuntimeError(_differs("weight", weight, wanted))
+    if not input.is_floating_point():
+        raise NotImplementedError(f"\"rms_norm\" not implemented for '{type_name(input.dtype)}'")
     wide = new_like(input, dtype=torch.float32)
     squares = new_like(wide)
     num_kept = input.dim() - len(normalized_shape)
@@ -227,7 +251,6 @@ def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | No
     del mean, squares
     normed = new_like(wide)
     if weight is not None:
-        broadcast(normed.shape, weight.shape)
         scaled = new_like(wide)
         del normed
         normed = scaled

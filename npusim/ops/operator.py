@@ -194,7 +194,9 @@ def operator(
             hosts,
             workspace_bytes,
         )
-        kernel(namespace, unqualified, schema and schema.partition("::")[2])(declared.__call__)
+        is_factory = schema is not None and not any("Tensor" in str(argument.type) for argument in arguments)
+        key = "BackendSelect" if is_factory else "PrivateUse1"
+        kernel(namespace, unqualified, schema and schema.partition("::")[2], dispatch_key=key)(declared.__call__)
         return declared
 
     return declare

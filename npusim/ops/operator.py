@@ -87,6 +87,8 @@ class Operator:
             elif self.hosts is Hosts.NUMBERS:
                 wrong_device(hosts)
         results = self.allocate(*args, **kwargs)
+        if not inputs and not tensors_in(results):
+            return results
         runtime = active.runtimes[(inputs or tensors_in(results))[0].device.index]
         if self.workspace_bytes is not None:
             take_workspace(

@@ -22,7 +22,7 @@ def new_on(runtime: DeviceRuntime, size: Sequence[int], dtype: torch.dtype) -> t
 
 
 def new_like(tensor: torch.Tensor, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A contiguous, uninitialised tensor on the device of ``tensor``, of its size and dtype unless given.
+    """A contiguous, uninitialised tensor where ``tensor`` is, of its size and dtype unless given.
 
     Raises:
         RuntimeError: A negative size, in torch_npu's words.
@@ -31,9 +31,13 @@ def new_like(tensor: torch.Tensor, size: Sequence[int] | None = None, dtype: tor
         size = tensor.shape
     elif size and min(size) < 0:
         raise RuntimeError(
-            f"Trying to create tensor with negative dimension {min(size)}: {list(size)}\n[ERROR] ERR01003 OPS invalid value"
+            f"Trying to create tensor with negative dimension {min(size)}: {list(size)}\n"
+            "[ERROR] ERR01003 OPS invalid value"
         )
-    return new_on(platform().runtimes[tensor.device.index], size, dtype or tensor.dtype)
+    index = tensor.device.index
+    if index is None:  # a host tensor among the inputs of an operator that takes them
+        return torch.empty(tuple(size), dtype=dtype or tensor.dtype, device="cpu")
+    return new_on(platform().runtimes[index], size, dtype or tensor.dtype)
 
 
 def runtime_of(device: torch.device | None) -> DeviceRuntime:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KERNEL_BLOCK_SIZE = 128
+"""Tokens in a block of the attention kernels, which larger blocks are split into."""
+
 
 class NPUModelRunner:
     """Runs the model by itself (xlite off).
@@ -58,9 +61,7 @@ class NPUModelRunner:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.buffers = InputBuffers(config, device)
         scheduler = config.scheduler
-        self.cos_sin = CosSinBuffers(
-            scheduler.max_num_batched_tokens, config.model.head_dim, self.dtype, device
-        )
+        self.cos_sin = CosSinBuffers(scheduler.max_num_batched_tokens, config.model.head_dim, self.dtype, device)
         self.mc2_mask: torch.Tensor | None = None
         if config.model.moe is not None:
             self.mc2_mask = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.bool, device=device)
@@ -201,8 +202,12 @@ class NPUModelRunner:
         """Allocate the KV cache of a plan.
 
         Raises:
+            ValueError: The attention kernels cannot be used with its block size; upstream's text.
             torch.OutOfMemoryError: It does not fit.
         """
+        block_size = self.config.cache.block_size
+        if block_size % KERNEL_BLOCK_SIZE:
+            raise ValueError(f"No common block size for {block_size}. ")
         with torch.inference_mode():
             self.kv_caches = allocate_kv_caches(kv_cache_config, self.dtype, self.device)
 

@@ -1,4 +1,4 @@
-"""Scenarios that upstream and xlite_runner must agree on, to the byte: a scenario file, and what replaces its settings."""
+"""Scenarios that upstream and xlite_runner must agree on, to the byte: a scenario file, and what replaces settings."""
 
 from __future__ import annotations
 
@@ -59,6 +59,19 @@ def dense(model: str, tp_size: int, **settings: Any) -> dict[str, Any]:
     } | settings
 
 
+WHOLE_PROMPTS = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512}
+REFUSED = {
+    "No common block size for 64. ": Case(
+        "tiny dense, blocks of 64",
+        {"block_size": 64} | WHOLE_PROMPTS,
+    ),
+    "(1.0/61.27 GiB) on startup is less than desired GPU memory utilization (0.05, 3.06 GiB).": Case(
+        "tiny dense, hardly anything free", {"free_memory_bytes": 1 << 30}
+    ),
+    "No available memory for the cache blocks.": Case("tiny dense, nothing left", {"gpu_memory_utilization": 0.0005}),
+}
+"""Start-ups that both refuse, by what the error says."""
+
 CASES = (
     Case("seed, rank 0", scenario=SEED),
     Case("seed, rank 1", {"free_memory_bytes": None}, SEED, rank=1, releases=("0.22.1",)),
@@ -68,7 +81,12 @@ CASES = (
         SEED,
         releases=("0.22.1",),
     ),
-    Case("seed, decode-only eager", {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True}, SEED, releases=("0.23.0",)),
+    Case(
+        "seed, decode-only eager",
+        {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True},
+        SEED,
+        releases=("0.23.0",),
+    ),
     Case(
         "seed, xlite off, eager, experts not spread",
         {"xlite_graph_config": OFF, "enforce_eager": True, "enable_expert_parallel": False},
@@ -90,8 +108,8 @@ CASES = (
     Case("tiny dense, size of the cache given", {"kv_cache_memory_bytes": 1 << 30}),
     Case("tiny dense, neighbour", {"other_processes": [{"name": "neighbour", "memory_bytes": 3 << 30}]}),
     Case(
-        "tiny dense, small blocks, no prefix cache, whole prompts",
-        {"block_size": 64, "enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512},
+        "tiny dense, no prefix cache, whole prompts",
+        WHOLE_PROMPTS,
     ),
     Case("tiny MoE", TINY_MOE),
     Case("tiny MoE, TP 2", TINY_MOE | {"tensor_parallel_size": 2}),

@@ -27,14 +27,15 @@ def upstream_environment() -> Path:
 
 @pytest.fixture(scope="session")
 def upstream_results(upstream_environment: Path) -> Callable[[str], Results]:
-    """``upstream_results(release)``: what each case's start-up computed, or its error; all start when first asked for."""
+    """``upstream_results(release)``: what each case computed, or its error; all start when first asked for."""
     results: dict[str, Results] = {}
 
     def start_all(release: str) -> Results:
         if release not in results:
             paths = (ROOT, Path(__file__).parent / "path", upstream_environment / release)
+            python = upstream_environment / "venv" / "bin" / "python"
             run = subprocess.run(
-                [upstream_environment / "venv" / "bin" / "python", "-W", "ignore", "-m", "tests.upstream.engine", "--cases"],
+                [python, "-W", "ignore", "-m", "tests.upstream.engine", "--cases"],
                 cwd=ROOT,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
                 capture_output=True,

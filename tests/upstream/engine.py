@@ -1,8 +1,8 @@
 """Starts upstream's own worker, as published and unmodified, on a simulated world that a scenario describes.
 
-One process is one rank: upstream keeps its parallel state, forward context and settings in module globals, which several
-ranks of a process would share. The other ranks are taken to do as this one does (``SimWorld(lone_rank=...)``), which is what
-tensor-parallel ranks do: they get the same seed, the same inputs, and call the same collectives.
+One process is one rank: upstream keeps its parallel state, forward context and settings in module globals, which
+several ranks of a process would share. The other ranks are taken to do as this one does (``SimWorld(lone_rank=...)``),
+which is what tensor-parallel ranks do: they get the same seed, the same inputs, and call the same collectives.
 
 Run as a script inside an environment that has vllm and vllm-ascend; prints a line of JSON for each start-up::
 
@@ -34,7 +34,7 @@ from typing import Any, TextIO
 from npusim.device.profile import load_profile
 from npusim.hook import environment_of_children
 from npusim.installation import expose_doubles
-from tests.upstream.cases import CASES, Case
+from tests.upstream.cases import CASES, REFUSED, Case
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.simulation import build_world, ledgers
@@ -88,12 +88,12 @@ def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
     with world, model_directory(scenario.model) as model, captured_log() as lines:
         result = _start(scenario, model, rank)
         result.log_lines = lines
-        result.ledger = [row.model_dump() if hasattr(row, "model_dump") else asdict(row) for row in ledgers(world)[rank]]
+        result.ledger = [asdict(row) for row in ledgers(world)[rank]]
         return result
 
 
 def _build_for(family: str) -> None:
-    """Stand in for the file that building vllm-ascend for a kind of device writes; the published wheels are built for A2."""
+    """Stand in for the file that building vllm-ascend for a kind of device writes; the published wheels are for A2."""
     build_info = ModuleType("vllm_ascend._build_info")
     build_info.__device_type__ = {"310P": "_310P"}.get(family, family)
     sys.modules[build_info.__name__] = build_info
@@ -101,12 +101,11 @@ def _build_for(family: str) -> None:
 
 def _start(scenario: Scenario, model: Path, rank: int) -> UpstreamResult:
     import torch
+    import vllm_ascend._version
     from vllm.config import set_current_vllm_config
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-
-    import vllm_ascend._version
 
     # A queue over host shared memory, by which the executor's steps reach the ranks; its readers are other processes,
     # which are not there, and nothing is sent on it during a start-up.
@@ -127,8 +126,9 @@ def _start(scenario: Scenario, model: Path, rank: int) -> UpstreamResult:
         worker.load_model()
         result.weights = int(worker.model_runner.model_memory_usage)
         result.available = int(worker.determine_available_memory())
-        result.peak_activation = int(worker.peak_activation_memory)
-        result.non_torch = int(worker.non_torch_memory)
+        if scenario.kv_cache_memory_bytes is None:  # else nothing is measured
+            result.peak_activation = int(worker.peak_activation_memory)
+            result.non_torch = int(worker.non_torch_memory)
         plan = get_kv_cache_configs(config, [worker.get_kv_cache_spec()], [result.available])[0]
         result.num_blocks = plan.num_blocks
         before = torch.npu.memory_allocated()
@@ -216,7 +216,7 @@ def start_cases(names: Sequence[str], results: TextIO) -> None:
 
     release = version("vllm").removesuffix("+empty")
     by_family: dict[str, list[tuple[Case, Scenario]]] = defaultdict(list)
-    for case in CASES:
+    for case in (*CASES, *REFUSED.values()):
         if release in case.releases and (not names or case.name in names):
             scenario = load_scenario(case.scenario, case.settings)
             by_family[load_profile(scenario.device_profile).family].append((case, scenario))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from tests.upstream.cases import CASES, RELEASES, Case
+from tests.upstream.cases import CASES, REFUSED, RELEASES, Case
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.scenario import load_scenario
 from xlite_runner.simulation import start
@@ -36,8 +37,22 @@ def figures_of_runner(case: Case, release: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("case", "release"), [(case, release) for release in RELEASES for case in CASES if release in case.releases], ids=str
+    ("case", "release"),
+    [(case, release) for release in RELEASES for case in CASES if release in case.releases],
+    ids=str,
 )
 def test_same_bytes(upstream_results, case, release):
     """Weights, peak activation, non-torch, available and KV-cache memory."""
     assert figures_of_runner(case, release) == figures_of_upstream(upstream_results(release)[case.name])
+
+
+@pytest.mark.parametrize(
+    ("text", "case", "release"),
+    [(text, case, release) for release in RELEASES for text, case in REFUSED.items()],
+    ids=lambda value: str(value)[:30],
+)
+def test_same_refusal(upstream_results, text, case, release):
+    """Both end with the same error."""
+    assert text in upstream_results(release)[case.name]["error"]
+    with pytest.raises(ValueError, match=re.escape(text)):
+        figures_of_runner(case, release)

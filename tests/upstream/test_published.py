@@ -1,4 +1,4 @@
-"""The pair of start-up logs published with vllm-ascend PR #11380, from upstream's own code: before the fix and after it.
+"""The pair of start-up logs published with vllm-ascend PR #11380, from upstream's own code: before and after it.
 
 Rank 0 of two dies of an A3; what the start-up of Qwen3-30B-A3B prints there.
 """
@@ -36,7 +36,9 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(("release", "text"), [(release, text) for release, texts in PUBLISHED.items() for text in texts])
+@pytest.mark.parametrize(
+    ("release", "text"), [(release, text) for release, texts in PUBLISHED.items() for text in texts]
+)
 def test_published_line(upstream_results, release, text):
     """Each figure in the log's wording; peak activation before the fix depends on the device's random numbers."""
     lines = upstream_results(release)["seed, rank 0"]["log_lines"]

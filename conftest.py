@@ -25,7 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sim_only(reason): runs on the simulated device only")
     config.addinivalue_line("markers", "npu_only(reason): runs on an Ascend card only")
     config.addinivalue_line("markers", "npu_settings(**settings): how npu_world is built on the simulated device")
-    config.addinivalue_line("markers", "upstream: runs the published vllm and vllm-ascend; deselected unless -m says otherwise")
+    config.addinivalue_line(
+        "markers", "upstream: runs the published vllm and vllm-ascend; deselected unless -m says otherwise"
+    )
     config.addinivalue_line("markers", "slow: the full set of cases; deselected unless -m says so")
     if config.getoption("--device") == "npu":
         _require_npu()
@@ -68,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def npu_world(request: pytest.FixtureRequest) -> Iterator[object]:
     """The device under test is usable inside the test: a fresh simulated world, or the card.
 
-    On the simulated device it is the ``SimWorld``; the marker's arguments of ``npu_settings(...)`` go to its constructor.
+    On the simulated device it is the ``SimWorld``; the arguments of the marker ``npu_settings`` go to its constructor.
     On a card it is None.
     """
     if request.config.getoption("--device") == "npu":

@@ -1,7 +1,7 @@
 """Every error that npusim raises in its own name.
 
-Errors raised *in the vendor's place* (out of memory, a failed ACL call, xlite's checks) have the vendor's class and text
-instead; npusim's explanation then follows as a note on the exception.
+Errors raised *in the vendor's place* (out of memory, a failed ACL call, xlite's checks) have the vendor's class and
+text instead; npusim's explanation then follows as a note on the exception.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class NpusimError(Exception):
 
 
 class ProfileError(NpusimError):
-    """A device profile is missing, unreadable or inconsistent; the text names the key, the value and what is allowed."""
+    """A device profile is missing, unreadable or inconsistent; the text names the key, the value, what is allowed."""
 
 
 class WorldError(NpusimError):
@@ -29,8 +29,8 @@ class UnmodelledCallError(NpusimError, NotImplementedError):
 class UncomputedValueError(NpusimError, RuntimeError):
     """A value was read from a simulated tensor that has a shape but no numbers behind it.
 
-    In shape mode only small host-made or integer data is computed. Read a tensor that has values, tell the world what to
-    read, or run the scenario in real mode.
+    In shape mode only what follows from data made on the host is computed. Read a tensor that has values, or run the
+    scenario in real mode.
     """
 
 

@@ -1,1 +1,1 @@
-"""The card and its driver: HBM, ledger of bytes, event log, streams, clock, faults. Knows neither torch nor torch_npu."""
+"""The card and its driver: HBM, ledger of bytes, event log, streams, faults. Knows neither torch nor torch_npu."""

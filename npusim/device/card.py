@@ -76,9 +76,9 @@ class Card:
         if free_bytes is not None:
             context = Fact(total_bytes - free_bytes - others_bytes, Grade.EXACT, "the scenario's free memory at start")
         if context.value < 0 or context.value + others_bytes > total_bytes:
+            own = f"{context.value} bytes of context" if free_bytes is None else f"{free_bytes} free bytes"
             raise WorldError(
-                f"device {self.index}: {free_bytes if free_bytes is not None else 'the rest'} bytes free and {others_bytes} bytes "
-                f"of other processes do not fit in {total_bytes} bytes of memory"
+                f"device {self.index}: {own} and {others_bytes} bytes of other processes exceed {total_bytes} bytes"
             )
         admitted = {name: OtherProcess(self.ledger, name, num_bytes) for name, num_bytes in other_processes.items()}
         self.charge(Owner.CONTEXT, "process context", context)

@@ -10,7 +10,7 @@ from npusim.errors import NpusimError
 
 
 class Grade(Enum):
-    """How far a figure can be trusted: read in a tool, log or source; derived or fitted; or picked for want of a source."""
+    """How far a figure can be trusted: read in a tool, log or source; derived or fitted; picked, having no source."""
 
     EXACT = "exact"
     CALIBRATED = "calibrated"

@@ -133,12 +133,15 @@ def _fact(profile: str, key: str, entry: Any, kind: type) -> Any:
     where = f"device profile {profile!r}, {key}"
     if not isinstance(entry, dict) or entry.keys() != {"value", "grade", "source"}:
         raise ProfileError(f"{where}: must be a table of exactly value, grade and source, got {entry!r}")
-    if type(entry["value"]) is not kind:
-        raise ProfileError(f"{where}: value must be of type {kind.__name__}, got {entry['value']!r}")
-    if kind is int and entry["value"] < 0:
-        raise ProfileError(f"{where}: value must not be negative, got {entry['value']}")
+    value: Any = entry["value"]
+    if type(value) is not kind:
+        raise ProfileError(f"{where}: value must be of type {kind.__name__}, got {value!r}")
+    if isinstance(value, int) and value < 0:
+        raise ProfileError(f"{where}: value must not be negative, got {value}")
     try:
         grade = Grade(entry["grade"])
     except ValueError:
         raise ProfileError(f"{where}: grade {entry['grade']!r} is none of exact, calibrated, assumed") from None
-    return Fact(entry["value"], grade, entry["source"])
+    if not isinstance(entry["source"], str) or not entry["source"]:
+        raise ProfileError(f"{where}: source must say where the value comes from, got {entry['source']!r}")
+    return Fact(value, grade, entry["source"])

@@ -13,7 +13,7 @@ from npusim.device.profile import Fact
 DEFAULT_BUFFER_MB: Final = 200
 """Megabytes (2^20) per direction without ``HCCL_BUFFSIZE``. Exact: hiascend.com, HCCL_BUFFSIZE, CANN 8.0 to 9.0."""
 WINDOW_BYTES: Final = 1 << 20
-"""Window for MC2 operators, in the same allocation as the two buffers. Exact: cann-hcomm b5f3e5be, ccl_buffer_manager.cc."""
+"""Window for MC2 operators, in the allocation of the two buffers. Exact: cann-hcomm b5f3e5be, ccl_buffer_manager.cc."""
 AIV_DATA_BYTES: Final = 36 << 20
 AIV_FLAG_BYTES: Final = 4 << 20
 AIV_INFO_BYTES: Final = 32 << 10

@@ -63,7 +63,7 @@ class Ranks:
 
     @property
     def is_lone(self) -> bool:
-        """Whether the calling rank's peers are not there, so that nothing that differs from rank to rank can be checked."""
+        """Whether the calling rank's peers are not there, so that what differs from rank to rank cannot be checked."""
         return False
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -127,13 +127,13 @@ class Ranks:
             return
         if not self._ranks:
             raise RankMissingError(
-                f"{operation} of {num_ranks} ranks was called outside of SimWorld.run_ranks, where no other rank can arrive"
+                f"{operation} of {num_ranks} ranks was called outside of SimWorld.run_ranks, where none can arrive"
             )
         meeting = self._meetings.setdefault(group, _Meeting(operation, num_ranks))
         if meeting.operation != operation:
             raise CollectiveMismatchError(
-                f"rank {self.current} calls {operation} on {_text(group)} where rank {min(meeting.payloads)} of the group calls "
-                f"{meeting.operation}"
+                f"rank {self.current} calls {operation} on {_text(group)} where group rank {min(meeting.payloads)} "
+                f"calls {meeting.operation}"
             )
         meeting.payloads[group_rank] = payload
         if len(meeting.payloads) == num_ranks:
@@ -183,7 +183,7 @@ class Ranks:
 
 
 class LoneRank(Ranks):
-    """One rank of several: whatever it does in a collective, its peers are taken to do at the same time with the same tensors.
+    """One rank of several: what it does in a collective, its peers are taken to do as well, with the same tensors.
 
     That is what tensor-parallel ranks with equal seeds and equal inputs do, as far as sizes and integer data go.
 

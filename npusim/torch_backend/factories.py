@@ -9,7 +9,7 @@ import torch
 
 from npusim.torch_backend.registration import kernel, platform
 from npusim.torch_backend.shells import CPU_KEYS
-from npusim.torch_backend.storage import contiguous_stride, span_bytes
+from npusim.torch_backend.storage import contiguous_stride, offset_of, span_bytes
 from npusim.torch_backend.strides import preserved_stride
 from npusim.torch_backend.tensors import is_simulated, new_like, new_on, runtime_of
 
@@ -79,7 +79,7 @@ def view_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @kernel("aten", "_reshape_alias")
 def reshape_alias(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """The view that ``reshape`` takes where no copy is needed."""
-    return as_strided(tensor, size, stride, tensor.storage_offset())
+    return as_strided(tensor, size, stride, offset_of(tensor))
 
 
 @kernel("aten", "set_.source_Storage_storage_offset")
@@ -105,7 +105,7 @@ def set_whole_storage(tensor: torch.Tensor, source: Any) -> torch.Tensor:
 @kernel("aten", "set_.source_Tensor")
 def set_tensor(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Make a tensor an alias of another."""
-    return set_storage(tensor, source.untyped_storage(), source.storage_offset(), source.size(), source.stride())
+    return set_storage(tensor, source.untyped_storage(), offset_of(source), source.size(), source.stride())
 
 
 @kernel("aten", "set_")
@@ -123,13 +123,13 @@ def resize(tensor: torch.Tensor, size: Sequence[int], memory_format: torch.memor
     stride = contiguous_stride(size)
     active = platform()
     storages = active.storages
-    needed_bytes = span_bytes(size, stride, tensor.element_size(), tensor.storage_offset())
+    needed_bytes = span_bytes(size, stride, tensor.element_size(), offset_of(tensor))
     storage = tensor.untyped_storage()
     record = storages.of(tensor)
     if record.num_bytes < needed_bytes:
         storage = storages.allocate(runtime_of(tensor.device), needed_bytes)
         storages.of_storage(storage).value = active.values.resized(record.value, record.num_bytes, needed_bytes)
-    return set_storage(tensor, storage, tensor.storage_offset(), size, stride)
+    return set_storage(tensor, storage, offset_of(tensor), size, stride)
 
 
 @kernel("aten", "_copy_from")

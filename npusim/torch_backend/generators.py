@@ -1,7 +1,7 @@
 """``torch.Generator(device="npu")``: torch would ask the backend's C++ side for one.
 
-torch's own generator stands behind it, so that code in C++ which passes generators on keeps its identity: each draw of a
-device operator takes a number from it as its key.
+A host generator of torch stands behind it, which C++ code can pass on: each draw of a device operator takes a number
+from it as its key. So what is drawn depends on its seed and on earlier draws, as it must.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Generator(_Generator, metaclass=_GeneratorMeta):
     """``torch.Generator``, for device ``npu``, too."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
+        """As ``torch.Generator(device)``."""
         named = torch.device(device)
         if named.type != "npu":
             return _Generator(named)
@@ -41,7 +42,7 @@ class Generator(_Generator, metaclass=_GeneratorMeta):
 
 def patch() -> None:
     """Let ``torch.Generator`` make generators of device ``npu``."""
-    torch.Generator = Generator  # type: ignore[misc,assignment]
+    torch.Generator = Generator  # type: ignore[misc]
 
 
 def draw_key(generator: torch.Generator) -> tuple[int, int]:

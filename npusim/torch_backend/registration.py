@@ -5,8 +5,9 @@ What is registered asks for the active world at each call, so that worlds follow
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils import backend_registration
@@ -15,9 +16,9 @@ from npusim.errors import WorldError
 from npusim.torch_backend.shells import Shells
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from npusim.torch_backend.runtime import Platform
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Process:
@@ -30,7 +31,7 @@ class _Process:
     registered = False
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
     def is_available(self) -> bool:
         return True
 
@@ -41,7 +42,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):  # type: ignore[misc]
         return _Process.platform is not None and dev_id < len(_Process.platform.runtimes)
 
 
-class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+class _Guard(torch._C._acc.DeviceGuard):
     def type_(self) -> Any:
         return torch._C._autograd.DeviceType.PrivateUse1
 
@@ -86,14 +87,14 @@ def deactivate(world: Platform) -> None:
 
 def kernel(
     namespace: str, name: str, schema: str | None = None, *, dispatch_key: str = "PrivateUse1"
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[F], F]:
     """Declare the function as the kernel of operator ``namespace::name`` on device ``npu``.
 
     With ``schema`` the operator itself is defined, too. Kernels are handed to torch by :func:`register`. Another
     ``dispatch_key`` of torch is for what concerns host tensors, e.g. pinned ones.
     """
 
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+    def declare(function: F) -> F:
         _Process.kernels.append((namespace, name, function, schema, dispatch_key))
         if _Process.registered:
             _hand_over()
@@ -143,8 +144,8 @@ def register(npu_module: ModuleType, fallback: Callable[..., Any]) -> None:
         return
     if torch._C._get_privateuse1_backend_name() != "privateuseone":
         raise WorldError(
-            f"torch device {torch._C._get_privateuse1_backend_name()!r} is already registered in this process; the simulated "
-            "and the real torch_npu never share one"
+            f"torch device {torch._C._get_privateuse1_backend_name()!r} is already registered in this process; the "
+            "simulated and the real torch_npu never share one"
         )
     backend_registration._setup_privateuseone_for_python_backend("npu", npu_module, _Hooks(), _Guard())
     wildcard = torch.library.Library("_", "IMPL")

@@ -87,8 +87,9 @@ class RandomState:
             RuntimeError: It is no such state.
         """
         if state.dtype != torch.uint8 or state.device.type != "cpu" or state.shape != (16,):
+            shape = list(state.shape)
             raise RuntimeError(
-                f"RNG state must be a torch.ByteTensor of 16 elements on the host, got {state.type()}{list(state.shape)}"
+                f"RNG state must be a torch.ByteTensor of 16 elements on the host, got {state.type()}{shape}"
             )
         self.seed, self.offset = struct.unpack("<QQ", state.numpy().tobytes())
 
@@ -231,7 +232,8 @@ def device_index(platform: Platform, device: torch.device | int | str | None) ->
         error = vendor_error(
             RuntimeError,
             "NPU function error: c10_npu::SetDevice(device), error code is 107001",
-            "ERR00100 PTA call acl api failed\n[Error]: Invalid device ID.\n        Check whether the device ID is valid.",
+            "ERR00100 PTA call acl api failed\n[Error]: Invalid device ID.\n"
+            "        Check whether the device ID is valid.",
         )
         error.add_note(f"device npu:{index} does not exist; this world has {len(platform.runtimes)} device(s)")
         raise error

@@ -1,7 +1,7 @@
-"""Tensors over device memory: torch's Python interface for backends makes them on device 0 only, and without memory.
+"""Tensors over device memory; torch's interface for backends in Python makes them on device 0 only.
 
-A DLPack capsule can name any device, address, type and geometry, so tensors come from capsules. One capsule per device and
-type is filled in anew for each tensor.
+A DLPack capsule can name any device, address, type and geometry, so tensors come from capsules. One capsule per device
+and type is filled in anew for each tensor.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class _Mould:
         tensor = self._tensor
         tensor.data = address
         tensor.ndim = num_dims
-        self._size[:num_dims] = size
-        self._stride[:num_dims] = stride
+        self._size[:num_dims] = size  # type: ignore[call-overload]  # takes any sequence
+        self._stride[:num_dims] = stride  # type: ignore[call-overload]
         _rename_capsule(self._capsule, b"dltensor")  # torch renames a capsule that it has read
         result: torch.Tensor = _from_capsule(self._capsule)
         return result
@@ -154,6 +154,6 @@ class Shells:
             if dtype is not torch.uint8:
                 template = _view_dtype.redispatch(CPU_KEYS, template, dtype)
             self._templates[key] = template
-        result: torch.Tensor = _alias.redispatch(CPU_KEYS, template)
-        result = _set.redispatch(CPU_KEYS, result, storage, offset, size, stride)
+        shell = _alias.redispatch(CPU_KEYS, template)
+        result: torch.Tensor = _set.redispatch(CPU_KEYS, shell, storage, offset, size, stride)
         return result

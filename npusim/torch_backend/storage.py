@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ND = 2
 """torch_npu's number for memory in plain order."""
-_construct = torch._C._construct_storage_from_data_pointer
+_construct: Any = torch._C._construct_storage_from_data_pointer
 
 
 class StorageRecord(weakref.ref[torch.UntypedStorage]):
@@ -107,8 +107,8 @@ class StorageTable:
             return self._records[storage._cdata]
         except KeyError:
             raise WorldError(
-                f"a storage on {storage.device} was not allocated by a device of the active world; tensors of another world "
-                "cannot be used, only dropped"
+                f"a storage on {storage.device} was not allocated by a device of the active world; tensors of another "
+                "world cannot be used, only dropped"
             ) from None
 
     def find(self, storage: torch.UntypedStorage) -> StorageRecord | None:
@@ -120,6 +120,13 @@ class StorageTable:
         del self._records[record.key]
         if record.address:
             record.device.allocator.free(record.address)
+
+
+def offset_of(tensor: torch.Tensor) -> int:
+    """Place of a tensor's first element in its storage, in elements."""
+    offset = tensor.storage_offset()
+    assert isinstance(offset, int)
+    return offset
 
 
 def contiguous_stride(size: tuple[int, ...]) -> tuple[int, ...]:

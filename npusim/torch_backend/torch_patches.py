@@ -1,7 +1,7 @@
 """Where torch gives a backend in Python no hook: functions of torch that are replaced, once per process.
 
-Each replacement does as torch does unless device ``npu`` is meant. Storages, pinned memory and generators have modules of
-their own: :mod:`~npusim.torch_backend.untyped_storage`, :mod:`~npusim.torch_backend.host_memory`,
+Each replacement does as torch does unless device ``npu`` is meant. Storages, pinned memory and generators have modules
+of their own: :mod:`~npusim.torch_backend.untyped_storage`, :mod:`~npusim.torch_backend.host_memory`,
 :mod:`~npusim.torch_backend.generators`.
 """
 
@@ -72,7 +72,7 @@ def with_index(device: Any) -> Any:
 
 
 def _on_current_device(function: Callable[..., Any], *, follows_default: bool) -> Callable[..., Any]:
-    """torch's C++ side asks the device guard which device is current, and a guard in Python cannot say."""
+    """The C++ side asks the device guard which device is current, and a guard in Python cannot say."""
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """The numbers behind simulated tensors.
 
-A storage has :class:`Bytes` behind it or nothing. ``RealValues`` computes everything at once. ``ShapeValues`` computes only
-what follows from data made on the host or by a generator, and only when somebody reads it: an operator with an input that
-has no numbers gives outputs that have none. What is known of a storage may be a part of it.
+A storage has :class:`Bytes` behind it or nothing. ``RealValues`` computes everything at once. ``ShapeValues`` computes
+only what follows from data made on the host or by a generator, and only when somebody reads it: an operator with an
+input that has no numbers gives outputs that have none. What is known of a storage may be a part of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from npusim.errors import UncomputedValueError
 from npusim.torch_backend.byte_ranges import Ranges, covers, with_range, without_range
-from npusim.torch_backend.storage import StorageTable, span_bytes
+from npusim.torch_backend.storage import StorageTable, offset_of, span_bytes
 
 Compute = Callable[..., Any]
 """Computes an operator on host tensors; returns its results in the order of the operator's new outputs."""
@@ -97,7 +97,7 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a tensor."""
-        return cls(tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+        return cls(tensor.dtype, tuple(tensor.size()), tensor.stride(), offset_of(tensor))
 
     @property
     def is_empty(self) -> bool:
@@ -160,10 +160,12 @@ class _Values:
         self._storages = storages
 
     def write(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """See :class:`Values`."""
         frozen = source.detach().clone()
         self.update((tensor,), (), lambda: frozen)
 
     def update(self, targets: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        """See :class:`Values`."""
         raise NotImplementedError
 
 
@@ -187,36 +189,42 @@ class RealValues(_Values):
         return record.value.host()
 
     def known(self, tensors: Sequence[torch.Tensor]) -> bool:  # noqa: ARG002
+        """All are."""
         return True
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Values`; uninitialised memory is zeros."""
         geometry = Geometry.of(tensor)
         return geometry.empty() if geometry.is_empty else geometry.over(self._bytes(tensor))
 
     def compute(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        """See :class:`Values`."""
         self.update(outputs, inputs, compute)
 
     def update(self, targets: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        """See :class:`Values`."""
         results = _results(compute(*[self.read(tensor) for tensor in inputs]))
         for target, result in zip(targets, results, strict=True):
             if target.numel():
                 host = self._bytes(target)
                 if result.untyped_storage()._cdata == host.untyped_storage()._cdata:
-                    result = result.clone()  # noqa: PLW2901 - it may overlap the target
+                    result = result.clone()
                 Geometry.of(target).over(host).copy_(result)
 
     def forget(self, targets: Sequence[torch.Tensor]) -> None:  # noqa: ARG002
+        """Nothing is forgotten: the old numbers stay."""
         return
 
     def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:  # noqa: ARG002
+        """See :class:`Values`; zeros follow."""
         return None if value is None else Bytes(_prefix(value, new_num_bytes))
 
 
 class ShapeValues(_Values):
     """Numbers only where they follow from host data, and computed only when read.
 
-    Random fills count as host data, so that random routing can be read; but dummy weights are random fills, too, and nothing
-    is to be followed through a model: matrix products have no numbers.
+    Random fills count as host data, so that random routing can be read; but dummy weights are random fills, too, and
+    nothing is to be followed through a model: matrix products have no numbers.
 
     Args:
         storages: The world's storages.
@@ -241,6 +249,7 @@ class ShapeValues(_Values):
         self._max_chained_bytes = max_chained_bytes
 
     def known(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """See :class:`Values`."""
         of = self._storages.of
         for tensor in tensors:
             if tensor.numel():
@@ -250,30 +259,38 @@ class ShapeValues(_Values):
         return True
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :class:`Values`.
+
+        Raises:
+            UncomputedValueError: They are not known.
+        """
         geometry = Geometry.of(tensor)
         if geometry.is_empty:
             return geometry.empty()
         if not self.known([tensor]):
             raise UncomputedValueError(
-                f"a value of a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} was read, but nobody "
-                "computed it: it comes from dummy weights, uninitialised memory or an operator that is modelled by its "
-                "shapes only; run the world in real mode, or read something that follows from host data"
+                f"a value of a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} was read, but "
+                "nobody computed it: it comes from dummy weights, uninitialised memory or an operator modelled by "
+                "its shapes only; run the world in real mode, or read something that follows from host data"
             )
         value = self._storages.of(tensor).value
         assert value is not None
         return geometry.over(value.host())
 
     def compute(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        """See :class:`Values`; the outputs of unknown inputs are unknown."""
         if self.known(inputs):
             self._write(outputs, _Computation(self._storages, inputs, compute))
 
     def update(self, targets: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
+        """See :class:`Values`; unknown inputs make the targets unknown."""
         if self.known(inputs):
             self._write(targets, _Computation(self._storages, inputs, compute))
         else:
             self.forget(targets)
 
     def forget(self, targets: Sequence[torch.Tensor]) -> None:
+        """See :class:`Values`."""
         for target in targets:
             if not target.numel():
                 continue
@@ -288,10 +305,13 @@ class ShapeValues(_Values):
                     record.value = self._lazy(value.host, record.num_bytes, value.depth, left)
 
     def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:
+        """See :class:`Values`; what follows is unknown."""
         if value is None:
             return None
         ranges = without_range(value.ranges or ((0, num_bytes),), new_num_bytes, max(num_bytes, new_num_bytes))
-        return self._lazy(partial(_prefix, value, new_num_bytes), new_num_bytes, value.depth, ranges) if ranges else None
+        return (
+            self._lazy(partial(_prefix, value, new_num_bytes), new_num_bytes, value.depth, ranges) if ranges else None
+        )
 
     def _write(self, targets: Sequence[torch.Tensor], computation: _Computation) -> None:
         for position, target in enumerate(targets):
@@ -305,11 +325,9 @@ class ShapeValues(_Values):
             old, ranges = None, None
         else:
             old = record.value
-            known = () if old is None else old.ranges
-            if known is None or not target.is_contiguous():
-                ranges = known
-            else:
-                ranges = with_range(known, *geometry.span)
+            ranges = () if old is None else old.ranges
+            if ranges is not None and target.is_contiguous():
+                ranges = with_range(ranges, *geometry.span)
             if ranges == ():
                 return  # between bytes that nobody knows
             if ranges == ((0, num_bytes),):
@@ -321,7 +339,7 @@ class ShapeValues(_Values):
     def _lazy(
         self, recipe: Callable[[], torch.Tensor], num_bytes: int, depth: int, ranges: Ranges | None
     ) -> Bytes | None:
-        """Bytes by a recipe that reads through ``depth`` others; small ones, and the end of a chain, are computed now."""
+        """Bytes by a recipe that reads through ``depth`` others; small ones, and ends of chains, are computed now."""
         if (depth == 0 and num_bytes <= self._eager_limit_bytes) or depth >= self._max_depth:
             return Bytes(recipe(), ranges=ranges) if num_bytes <= self._max_chained_bytes else None
         return Bytes(None, recipe, depth=depth + 1, ranges=ranges)

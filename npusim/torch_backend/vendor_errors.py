@@ -1,4 +1,4 @@
-"""Errors in torch_npu's words: its text, then the line with its error code, without the time and process that it adds."""
+"""Errors in torch_npu's words: its text, then the line with its error code, without the time and process in it."""
 
 from __future__ import annotations
 

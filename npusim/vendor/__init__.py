@@ -1,1 +1,1 @@
-"""Importable doubles of the vendor's packages. The folder itself is put on ``sys.path``, so they have the vendor's names."""
+"""Importable doubles of the vendor's packages; the folder is put on ``sys.path``, so they have the vendor's names."""

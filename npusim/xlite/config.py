@@ -147,6 +147,20 @@ class ModelConfig:
         return cls(**known)
 
 
+ADDED_IN_0_2: Final = frozenset(
+    {
+        "attn_output_gate",
+        "full_attention_interval",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_k_heads",
+        "linear_num_v_heads",
+        "linear_value_head_dim",
+    }
+)
+"""Fields of :class:`ModelConfig` that came with 0.2.0rc0. Exact: the published wheels."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightFacts:
     """What the weights tell about a rank's tensors: data types, quantisation per family, widths of the FFNs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -10,17 +9,20 @@ from typing import Any
 import torch
 
 from npusim.device.card import Card
+from npusim.device.hbm import OutOfHbmError
 from npusim.device.ledger import Grade, Owner
 from npusim.device.profile import Fact
-from npusim.errors import UnmodelledCallError
+from npusim.errors import UnmodelledCallError, UnmodelledNameError
 from npusim.hccl.communicator import Communicator
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.values import RealValues
 from npusim.xlite.arena import Arena
+from npusim.xlite.checks import check_forward, check_weights
 from npusim.xlite.config import DeviceFacts, Environment, ModelConfig, QuantKind, WeightFacts
 from npusim.xlite.forward import forward
 from npusim.xlite.forward_pass import ForwardPass, Step
+from npusim.xlite.native_fields import UNSIGNED, incompatible
 from npusim.xlite.outside_pool import When, outside_pool
 from npusim.xlite.pool import tensor_pool_size
 from npusim.xlite.rank_model import RankModel
@@ -28,6 +30,11 @@ from npusim.xlite.tensors import DType, Tensor, TensorPool
 
 _DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32, torch.int8: DType.INT8}
 _POOL_SOURCE = "xlite csrc/runtime.cpp: one aclrtMalloc of size << 20"
+_SIGNATURE = (
+    "xlite._C.Runtime(devid: typing.SupportsInt, size: typing.SupportsInt = 0, rank: typing.SupportsInt = 0, tp_size: "
+    "typing.SupportsInt = 1, dp_size: typing.SupportsInt = 1, moe_tp_size: typing.SupportsInt = 1, moe_ep_size: "
+    "typing.SupportsInt = 1)"
+)
 
 
 def _device_facts(card: Card) -> DeviceFacts:
@@ -65,10 +72,11 @@ class Runtime:
         moe_tp_size: int = 1,
         moe_ep_size: int = 1,
     ) -> None:
-        numbers = {"devid": devid, "size": size, "rank": rank, "tp_size": tp_size, "dp_size": dp_size}
-        for name, number in numbers.items():
-            if not isinstance(number, int) or number < 0:
-                raise TypeError(f"incompatible constructor arguments: {name} must be an unsigned int, got {number!r}")
+        numbers = (devid, size, rank, tp_size, dp_size, moe_tp_size, moe_ep_size)
+        try:
+            devid, size, rank, tp_size, dp_size, moe_tp_size, moe_ep_size = map(UNSIGNED.convert, numbers)
+        except TypeError:
+            raise incompatible("__init__", _SIGNATURE, ", ".join(map(repr, numbers))) from None
         self.devid, self.rank = devid, rank
         self.tp_size, self.dp_size = tp_size, dp_size
         self.moe_tp_size, self.moe_ep_size = moe_tp_size, moe_ep_size
@@ -86,21 +94,30 @@ class Runtime:
         """Take the pool, open communicators; a later call, and one with 0, does nothing. Returns 0.
 
         Raises:
-            OutOfHbmError: The device has no room for the pool.
+            TypeError: ``size_mb`` is no unsigned number.
+            RuntimeError: The device has no room for the pool.
         """
+        try:
+            size_mb = UNSIGNED.convert(size_mb)
+        except TypeError:
+            signature = "(self: xlite._C.Runtime, size: typing.SupportsInt) -> int"
+            raise incompatible("init_tensor_pool", signature, f"<xlite._C.Runtime object>, {size_mb!r}") from None
         if size_mb == 0 or self.pool is not None:
             return 0
         device = self.device
-        device.card.hbm.malloc(
-            size_mb << 20, owner=Owner.XLITE_POOL, label="tensor pool", grade=Grade.EXACT, source=_POOL_SOURCE
-        )
+        try:
+            device.card.hbm.malloc(
+                size_mb << 20, owner=Owner.XLITE_POOL, label="tensor pool", grade=Grade.EXACT, source=_POOL_SOURCE
+            )
+        except OutOfHbmError as error:
+            raise RuntimeError("XRuntime: tensor pool initialization failed") from error
         sizes = {"xlite TP": self.tp_size, "xlite DP": self.dp_size, "xlite EP": self.moe_ep_size}
         self.communicators = {name: device.hccl.communicator(name, size) for name, size in sizes.items() if size > 1}
         model = RankModel(
             config=ModelConfig(def_tp_size=self.tp_size, def_dp_size=self.dp_size, block_size=1),
             device=_device_facts(device.card),
-            environment=Environment.from_mapping(platform_environment()),
-            version=platform_xlite_version(),
+            environment=Environment.from_mapping(platform().environment),
+            version=platform().xlite_version,
             rank=self.rank,
         )
         _charge(device.card, model, When.INIT_TENSOR_POOL)
@@ -113,16 +130,8 @@ class Runtime:
             self._has_run_forward = True
             _charge(self.device.card, model, When.FIRST_FORWARD)
 
-
-def platform_environment() -> dict[str, str]:
-    """The environment that the active world gives vendor software."""
-    return getattr(platform(), "environment", dict(os.environ))
-
-
-def platform_xlite_version() -> str:
-    """The release of xlite that the active world imitates."""
-    version: str = platform().xlite_version  # type: ignore[attr-defined]
-    return version
+    def __getattr__(self, name: str) -> Any:
+        raise UnmodelledNameError(f"xlite._C.Runtime.{name} is not modelled on the simulated device")
 
 
 class NativeModel:
@@ -134,19 +143,19 @@ class NativeModel:
         rank: Rank in the world.
 
     Raises:
-        RuntimeError: Lists of the wrong length, experts that do not divide, an int8 weight without its scale.
+        ValueError: Lists of the wrong length, experts that do not divide, an int8 weight without its scale.
     """
 
     def __init__(self, config: object, weights: Any, rank: int) -> None:
         settings = ModelConfig.from_object(config)
-        _check_lengths(settings, weights)
+        check_weights(settings, weights, platform().xlite_version)
         card = platform().runtimes[platform().current_device()].card
         self.rank_model = RankModel(
             config=settings,
             device=_device_facts(card),
             weights=_weight_facts(settings, weights),
-            environment=Environment.from_mapping(platform_environment()),
-            version=platform_xlite_version(),
+            environment=Environment.from_mapping(platform().environment),
+            version=platform().xlite_version,
             rank=rank,
         )
         _charge(card, self.rank_model, When.MODEL_INIT)
@@ -173,7 +182,7 @@ class NativeModel:
         num_tokens = source.shape[0]
         if num_tokens == 0:
             return
-        self._check_forward(runtime, attn_meta, kv_cache, num_tokens, output)
+        check_forward(model, runtime, attn_meta, kv_cache, source.shape, output.shape)
         if isinstance(platform().values, RealValues):
             raise UnmodelledCallError("xlite._C.Model.forward computes no values yet; run the world in shape mode")
         assert runtime.pool is not None
@@ -185,49 +194,6 @@ class NativeModel:
         forward(ForwardPass(model, runtime.pool, step), Tensor(tuple(output.shape), _dtype("output", output)))
         runtime.device.card.launch("xlite", runtime.device.current_stream())
         platform().values.forget([output[:num_tokens]])
-
-    def _check_forward(
-        self, runtime: Runtime, meta: Any, kv_cache: Sequence[Sequence[Any]], num_tokens: int, output: torch.Tensor
-    ) -> None:
-        config = self.rank_model.config
-        if runtime.pool is None:
-            raise RuntimeError("model.cpp: tensor pool is not initialized")
-        if (runtime.rank, runtime.tp_size, runtime.dp_size) != (
-            self.rank_model.rank,
-            config.def_tp_size,
-            config.def_dp_size,
-        ):
-            raise RuntimeError("model.cpp: rank, tp or dp size of the runtime differs from the model's")
-        if num_tokens > output.shape[0]:
-            raise RuntimeError(f"model.cpp: input has {num_tokens} rows, output {output.shape[0]}")
-        if not 1 <= sum(meta.lens) <= self.rank_model.max_m:
-            raise RuntimeError(f"model.cpp: {sum(meta.lens)} tokens, must be in 1..{self.rank_model.max_m}")
-        if len(kv_cache) < config.n_layers:
-            raise RuntimeError(f"model.cpp: {len(kv_cache)} layers of kv cache, the model has {config.n_layers}")
-        if len(meta.block_tables_cpu) < len(meta.lens):
-            raise RuntimeError(f"model.cpp: {len(meta.block_tables_cpu)} block tables for {len(meta.lens)} requests")
-        for length, cached, table in zip(meta.lens, meta.cached_lens, meta.block_tables_cpu, strict=False):
-            if len(table) < -(-(length + cached) // config.block_size):
-                raise RuntimeError(f"model.cpp: block table of {len(table)} entries for {length + cached} tokens")
-
-
-def _check_lengths(config: ModelConfig, weights: Any) -> None:
-    n_layers, n_dense = config.n_layers, config.n_dense_layers
-    if n_layers < n_dense:
-        raise RuntimeError(f"model.cpp: n_layers {n_layers} < n_dense_layers {n_dense}")
-    n_moe = n_layers - n_dense
-    expected = dict.fromkeys(("attn_norm", "attn_out", "mlp_norm"), n_layers)
-    expected |= dict.fromkeys(("mlp_up_gate", "mlp_down"), n_dense)
-    if n_moe:
-        if config.n_routed_experts % config.moe_ep_size:
-            raise RuntimeError(
-                f"model.cpp: {config.n_routed_experts} experts do not divide by EP size {config.moe_ep_size}"
-            )
-        expected["gate"] = n_moe
-        expected |= dict.fromkeys(("re_up_gate", "re_down"), n_moe * config.n_routed_experts // config.moe_ep_size)
-    for name, length in expected.items():
-        if len(getattr(weights, name)) != length:
-            raise RuntimeError(f"model.cpp: {name} has {len(getattr(weights, name))} tensors, must have {length}")
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> DType:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch_npu import _C, npu, op_plugin, profiler
+from torch_npu.format import Format, get_npu_format, npu_format_cast
 
 from npusim.errors import UnmodelledNameError
 from npusim.vendor.bindings import bind
-from torch_npu import _C, npu, op_plugin, profiler
-from torch_npu.format import Format, get_npu_format, npu_format_cast
 
 __all__ = ["_C", "Format", "get_npu_format", "npu", "npu_format_cast", "op_plugin", "profiler"]
 __version__ = "2.13.0"

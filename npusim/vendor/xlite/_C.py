@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from enum import IntEnum
 from typing import Any
@@ -11,11 +11,20 @@ from torch import Tensor
 
 from npusim.errors import UnmodelledNameError
 from npusim.xlite import config as _config
-from npusim.xlite.config import AttnType, ScoringFuncType
+from npusim.xlite import native_fields as _native_fields
 from npusim.xlite.native import NativeModel, Runtime
-
-AttnMHA, AttnMLA, AttnDSA = AttnType.AttnMHA, AttnType.AttnMLA, AttnType.AttnDSA
-ScoringFuncSoftmax, ScoringFuncSigmoid = ScoringFuncType.ScoringFuncSoftmax, ScoringFuncType.ScoringFuncSigmoid
+from npusim.xlite.native_fields import (
+    BOOL,
+    FLOAT,
+    TENSOR,
+    UNSIGNED,
+    Closed,
+    Field,
+    Kind,
+    enum_of,
+    incompatible,
+    list_of,
+)
 
 __all__ = [
     "AttnDSA",
@@ -31,118 +40,104 @@ __all__ = [
     "ScoringFuncType",
 ]
 
-
-class _Field:
-    """A field of a native object: typed, with a default, visible on the class."""
-
-    def __init__(self, name: str, default: Any) -> None:
-        self._name = name
-        self._default = default
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else instance.__dict__.get(self._name, self._default)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        kind = type(self._default)
-        if kind is tuple:
-            value = list(value)
-        elif kind is float and isinstance(value, int):
-            value = float(value)
-        elif not isinstance(value, (kind, int)) or (isinstance(self._default, int) and value < 0):
-            raise TypeError(f"incompatible value for {self._name}: {value!r} is not a {kind.__name__} of at least 0")
-        instance.__dict__[self._name] = value
+_ONLY_0_1, _ONLY_0_2 = ("0.1",), ("0.2",)
 
 
-class _Closed:
-    """Refuses unknown attributes, as the native class does; a Python subclass accepts them."""
+class AttnType(IntEnum):
+    """Kinds of attention."""
 
-    _closed: type
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if type(self) is self._closed and not hasattr(type(self), name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        super().__setattr__(name, value)
+    AttnMHA = 0
+    AttnMLA = 1
+    AttnDSA = 2
 
 
-class ModelConfig(_Closed):
+class ScoringFuncType(IntEnum):
+    """Scoring functions of the MoE gate."""
+
+    ScoringFuncSoftmax = 0
+    ScoringFuncSigmoid = 1
+
+
+AttnMHA, AttnMLA, AttnDSA = AttnType
+ScoringFuncSoftmax, ScoringFuncSigmoid = ScoringFuncType
+
+_ENUMS: dict[type, tuple[type[IntEnum], str]] = {
+    _config.AttnType: (AttnType, "XModelAttnType"),
+    _config.ScoringFuncType: (ScoringFuncType, "XModelScoringFuncType"),
+}
+_KINDS: dict[type, Kind] = {int: UNSIGNED, float: FLOAT, bool: BOOL, tuple: list_of(UNSIGNED)}
+
+
+class ModelConfig(Closed):
     """``xlite._C.ModelConfig``: sizes and switches, all with defaults."""
-
-    max_num_batched_tokens: int
 
     def __repr__(self) -> str:
         return f"<xlite._C.ModelConfig {self.__dict__}>"
 
 
+def _add(owner: type, name: str, field: Field) -> None:
+    field.__set_name__(owner, name)
+    setattr(owner, name, field)
+
+
 for _field in fields(_config.ModelConfig):
-    assert _field.default is not MISSING
-    _is_enum = isinstance(_field.default, IntEnum)
-    setattr(ModelConfig, _field.name, _Field(_field.name, int(_field.default) if _is_enum else _field.default))
-ModelConfig.max_num_batched_tokens = ModelConfig.max_m  # type: ignore[attr-defined]
-ModelConfig._closed = ModelConfig
+    _default: Any = _field.default
+    assert _default is not MISSING
+    if type(_default) in _ENUMS:
+        _enum, _text = _ENUMS[type(_default)]
+        _kind, _default = enum_of(_enum, _text), _enum(_default)
+    else:
+        _kind = _KINDS[type(_default)]
+        _default = list(_default) if isinstance(_default, tuple) else _default
+    _generations = _ONLY_0_2 if _field.name in _config.ADDED_IN_0_2 else ("0.1", "0.2")
+    _add(ModelConfig, _field.name, Field(_kind, _default, generations=_generations))
+_add(ModelConfig, "max_num_batched_tokens", Field(UNSIGNED, 0, storage="max_m"))
 
 
-class _Weight:
-    """One weight tensor; None until it is set."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else instance.__dict__.get(self._name)
-
-    def __set__(self, instance: Any, value: Tensor) -> None:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"incompatible value for {self._name}: a tensor is needed, got {value!r}")
-        instance.__dict__[self._name] = value
-
-
-class _Weights(_Weight):
-    """One tensor per layer (or per layer and expert); empty until set."""
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return self if instance is None else instance.__dict__.setdefault(self._name, [])
-
-    def __set__(self, instance: Any, value: Iterable[Tensor]) -> None:
-        tensors = list(value) if isinstance(value, Iterable) else [value]
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise TypeError(f"incompatible value for {self._name}: a list of tensors is needed")
-        instance.__dict__[self._name] = tensors
-
-
-class AttnMeta(_Closed):
+class AttnMeta(Closed):
     """``xlite._C.AttnMeta``: lengths, cached lengths and block tables on the host, positions on the device."""
 
-    lens: Sequence[int] = ()
-    cached_lens: Sequence[int] = ()
-    block_tables_cpu: Sequence[Sequence[int]] = ()
-    is_prefills: Sequence[bool] = ()
-    positions: Tensor | None = None
+    lens = Field(list_of(UNSIGNED), [])
+    cached_lens = Field(list_of(UNSIGNED), [])
+    block_tables_cpu = Field(list_of(list_of(UNSIGNED)), [])
+    is_prefills = Field(list_of(BOOL), [], generations=_ONLY_0_1)
+    positions = Field(TENSOR, None)
 
 
-AttnMeta._closed = AttnMeta
-
+_TENSORS = list_of(TENSOR)
 _LINEAR = ("attn_out", "mha_qkv", "mla_qkv_a", "mla_q_b", "index_q_b", "mlp_up_gate", "mlp_down")
 _SUFFIXES = ("", "_input_scale", "_input_offset", "_quant_bias", "_deq_scale")
 _NORMS = ("attn_norm", "mlp_norm", "mha_q_norm", "mha_k_norm", "mla_q_norm", "mla_kv_norm", "index_k_norm")
-_OTHERS = ("mha_qkv_bias", "mla_kv_b", "mla_wuv", "mla_wuk_t", "index_k_weights_proj", "gate", "gate_bias")
-_EXPERTS = ("se_up_gate", "se_up_gate_deq_scale", "se_down", "se_down_deq_scale")
-_ROUTED = ("re_up_gate", "re_up_gate_scale", "re_up_gate_deq_scale", "re_down", "re_down_scale", "re_down_deq_scale")
+_OTHERS = ("mha_qkv_bias", "index_k_weights_proj", "gate", "gate_bias")
+_EXPERTS = ("se_up_gate", "se_up_gate_deq_scale", "se_down", "se_down_deq_scale", "re_up_gate", "re_down")
 
 
-class Model(_Closed):
+class Model(Closed):
     """``xlite._C.Model``: weights by name; :meth:`init` fixes them."""
 
-    embed = _Weight()
-    norm = _Weight()
-    norm_bias = _Weight()
-    head = _Weight()
+    embed = Field(TENSOR, None)
+    norm = Field(TENSOR, None)
+    norm_bias = Field(TENSOR, None)
+    head = Field(TENSOR, None)
 
-    def init(self, config: Any, rank: int = 0) -> None:
+    mla_kv_b = Field(_TENSORS, [], generations=_ONLY_0_1)
+    mla_wuv = Field(_TENSORS, [], generations=_ONLY_0_2)
+    mla_wuk_t = Field(_TENSORS, [], generations=_ONLY_0_2)
+    re_up_gate_deq_scale = Field(_TENSORS, [])
+    re_up_gate_scale = Field(_TENSORS, [], storage="re_up_gate_deq_scale")
+    re_down_deq_scale = Field(_TENSORS, [])
+    re_down_scale = Field(_TENSORS, [], storage="re_down_deq_scale")
+
+    def init(self, config: ModelConfig, rank: int = 0) -> None:
         """Check the weights against a configuration and build the device tables.
 
         Raises:
-            RuntimeError: They do not fit.
+            TypeError: ``config`` is no :class:`ModelConfig`.
+            ValueError: They do not fit; in xlite's words.
         """
+        if not isinstance(config, ModelConfig):
+            signature = "(self: xlite._C.Model, config: xlite._C.ModelConfig, rank: typing.SupportsInt = 0) -> None"
+            raise incompatible("init", signature, f"<xlite._C.Model object>, {config!r}")
         self.__dict__["_native"] = NativeModel(config, self, rank)
 
     def get_tensor_pool_size(self, dbg: int = 0) -> int:
@@ -160,9 +155,13 @@ class Model(_Closed):
         output: Tensor,
         curr_stream: int = 0,
     ) -> None:
-        """Run the model on token ids; overwrites the first rows of ``output``."""
-        del freqs_cis, curr_stream
-        self._initialised().forward(rt, input, attn_meta, kv_cache, output)
+        """Run the model on token ids; overwrites the first rows of ``output``.
+
+        Raises:
+            TypeError: ``rt`` or ``attn_meta`` is of another class.
+            RuntimeError: xlite's own checks, or a pool that is too small.
+        """
+        self._forward("forward", rt, input, attn_meta, kv_cache, freqs_cis, output, curr_stream)
 
     def forward_with_inputs_embeds(
         self,
@@ -175,9 +174,31 @@ class Model(_Closed):
         curr_stream: int = 0,
         deepstack_input: Sequence[Tensor] = (),
     ) -> None:
-        """Run the model on embeddings; overwrites the first rows of ``output``."""
-        del freqs_cis, curr_stream, deepstack_input
-        self._initialised().forward(rt, input, attn_meta, kv_cache, output)
+        """Run the model on embeddings; overwrites the first rows of ``output``.
+
+        Raises:
+            TypeError: ``rt`` or ``attn_meta`` is of another class.
+            RuntimeError: xlite's own checks, or a pool that is too small.
+        """
+        del deepstack_input
+        self._forward("forward_with_inputs_embeds", rt, input, attn_meta, kv_cache, freqs_cis, output, curr_stream)
+
+    def _forward(
+        self,
+        name: str,
+        rt: Runtime,
+        source: Tensor,
+        attn_meta: AttnMeta,
+        kv_cache: Sequence[Sequence[Tensor]],
+        freqs_cis: Tensor,
+        output: Tensor,
+        curr_stream: int,
+    ) -> None:
+        del freqs_cis, curr_stream
+        for argument, value, kind in (("rt", rt, Runtime), ("attn_meta", attn_meta, AttnMeta)):
+            if not isinstance(value, kind):
+                raise incompatible(name, f"({argument}: xlite._C.{kind.__name__}, ...) -> None", repr(value))
+        self._initialised().forward(rt, source, attn_meta, kv_cache, output)
 
     def _initialised(self) -> NativeModel:
         native = self.__dict__.get("_native")
@@ -186,19 +207,20 @@ class Model(_Closed):
         assert isinstance(native, NativeModel)
         return native
 
+    def __getattr__(self, name: str) -> Any:
+        raise UnmodelledNameError(f"xlite._C.Model.{name} is not modelled on the simulated device")
+
 
 for _name in (
     *(f"{family}{suffix}" for family in _LINEAR for suffix in _SUFFIXES),
     *(f"{norm}{suffix}" for norm in _NORMS for suffix in ("", "_bias")),
     *_OTHERS,
     *_EXPERTS,
-    *_ROUTED,
 ):
-    _weights = _Weights()
-    _weights.__set_name__(Model, _name)
-    setattr(Model, _name, _weights)
-Model._closed = Model
+    _add(Model, _name, Field(_TENSORS, []))
 
 
 def __getattr__(name: str) -> Any:
-    raise UnmodelledNameError(f"xlite._C.{name} is not modelled on the simulated device")
+    raise UnmodelledNameError(
+        f"xlite._C.{name} is not modelled on the simulated device (xlite {_native_fields.imitated_version()})"
+    )

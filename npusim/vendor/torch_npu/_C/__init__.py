@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from npusim.errors import UnmodelledCallError, UnmodelledNameError
 from torch_npu._C import _distributed_c10d
+
+from npusim.errors import UnmodelledCallError, UnmodelledNameError
 
 __all__ = ["_NPUTaskGroupHandle", "_distributed_c10d"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from npusim.errors import UnmodelledNameError
 from torch_npu.npu import memory, random
-from torch_npu.npu.config import config
 from torch_npu.npu.config import config
 from torch_npu.npu.devices import (
     current_device,
@@ -60,6 +58,8 @@ from torch_npu.npu.random import (
 )
 from torch_npu.npu.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
 
+from npusim.errors import UnmodelledNameError
+
 __all__ = [
     "Event",
     "ExternalEvent",
@@ -69,7 +69,6 @@ __all__ = [
     "StreamContext",
     "caching_allocator_alloc",
     "caching_allocator_delete",
-    "config",
     "config",
     "current_device",
     "current_stream",

@@ -104,7 +104,7 @@ Device = torch.device | int | str | device | None
 
 
 class device_of(device):  # noqa: N801 - torch_npu's name
-    """The device of a tensor or storage is the current one inside a ``with`` block; nothing changes for one on the host."""
+    """The device of a tensor or storage is current inside a ``with`` block; nothing changes for one on the host."""
 
     def __init__(self, obj: Any) -> None:
         super().__init__(obj.get_device() if obj.is_npu else -1)
@@ -129,7 +129,7 @@ class DeviceProperties:
 
     @property
     def multi_processor_count(self) -> int:
-        """torch's name for the vector cores."""
+        """Torch's name for the vector cores."""
         return self.vector_core_num
 
 

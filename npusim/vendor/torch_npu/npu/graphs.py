@@ -5,24 +5,27 @@ from __future__ import annotations
 import gc
 from types import TracebackType
 
+from torch_npu.npu.devices import runtime_of, synchronize
+from torch_npu.npu.memory import empty_cache
+from torch_npu.npu.streams import Stream, StreamContext
+
 from npusim.device.ledger import Owner
 from npusim.errors import UnmodelledCallError
 from npusim.memory.pools import PoolId
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.values import RealValues
-from torch_npu.npu.devices import runtime_of, synchronize
-from torch_npu.npu.memory import empty_cache
-from torch_npu.npu.streams import Stream, StreamContext
 
 
 def graph_pool_handle() -> PoolId:
     """An id for a memory pool that several graphs share."""
-    return runtime_of(None).new_pool_id(user=True)
+    pool_id: PoolId = runtime_of(None).new_pool_id(user=True)
+    return pool_id
 
 
 def is_current_stream_capturing() -> bool:
     """Whether operators on the current stream are captured."""
-    return runtime_of(None).is_current_stream_capturing()
+    is_capturing: bool = runtime_of(None).is_current_stream_capturing()
+    return is_capturing
 
 
 class ExternalEvent:
@@ -33,7 +36,7 @@ class ExternalEvent:
 
 
 class NPUGraph:
-    """One captured graph; what was allocated during capture stays in its pool until :meth:`reset` or the graph's end."""
+    """One captured graph; what was allocated during capture stays in its pool until it is :meth:`reset` or dies."""
 
     def __init__(self) -> None:
         self._runtime = runtime_of(None)
@@ -45,8 +48,8 @@ class NPUGraph:
         """Capture the current stream from now on.
 
         Raises:
-            RuntimeError: On the default stream, with ``TASK_QUEUE_ENABLE=2``, during another capture, or if this graph was
-                captured before.
+            RuntimeError: On the default stream, with ``TASK_QUEUE_ENABLE=2``, during another capture, or if this graph
+                was captured before.
         """
         del capture_error_mode
         runtime = self._runtime

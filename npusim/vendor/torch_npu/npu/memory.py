@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch_npu.npu.devices import Device, get_device_index, own_runtimes, runtime_of
+from torch_npu.npu.streams import Stream
+
 from npusim.errors import UnmodelledCallError, UnmodelledNameError
 from npusim.memory.caching_allocator import CachingAllocator
 from npusim.memory.pools import NO_POOL, PoolId
 from npusim.memory.snapshot import SegmentSnapshot, Snapshot, dump_snapshot, take_snapshot
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.vendor_errors import vendor_error
-from torch_npu.npu.devices import Device, get_device_index, own_runtimes, runtime_of
-from torch_npu.npu.streams import Stream
 
 
 def _allocator(device: Device) -> CachingAllocator:
@@ -27,7 +28,8 @@ def _allocator(device: Device) -> CachingAllocator:
         raise vendor_error(
             RuntimeError, f"Invalid device argument {index}: did you call init?", "ERR00001 PTA invalid parameter"
         )
-    return runtimes[index].allocator
+    allocator: CachingAllocator = runtimes[index].allocator
+    return allocator
 
 
 def memory_stats(device: Device = None) -> OrderedDict[str, int]:
@@ -192,11 +194,12 @@ def caching_allocator_alloc(size: int, device: Device = None, stream: Stream | i
     if not isinstance(handle, int):
         raise vendor_error(
             TypeError,
-            "Invalid type for stream argument, must be `torch_npu.npu.Stream` or `int` representing a pointer to a existing "
-            "stream",
+            "Invalid type for stream argument, must be `torch_npu.npu.Stream` or `int` representing a pointer to a "
+            "existing stream",
             "ERR00002 PTA invalid type",
         )
-    return runtime.allocator.malloc(size, handle)
+    address: int = runtime.allocator.malloc(size, handle)
+    return address
 
 
 def caching_allocator_delete(mem_ptr: int) -> None:
@@ -230,8 +233,8 @@ class MemPool:
         if allocator is not None:
             raise UnmodelledNameError("torch.npu.MemPool with an allocator of its own is not modelled")
         runtime = runtime_of(None)
-        self._allocator = runtime.allocator
-        self._id = runtime.new_pool_id(user=True)
+        self._allocator: CachingAllocator = runtime.allocator
+        self._id: PoolId = runtime.new_pool_id(user=True)
         self._allocator.create_pool(self._id, use_on_oom=use_on_oom, no_split=no_split)
         weakref.finalize(self, _give_up, self._allocator, self._id).atexit = False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor
-
 from torch_npu.npu.devices import Device, own_runtimes, runtime_of
 
 
@@ -22,12 +21,14 @@ def manual_seed_all(seed: int) -> None:
 
 def initial_seed() -> int:
     """The seed of the current device's generator."""
-    return runtime_of(None).random.seed
+    seed: int = runtime_of(None).random.seed
+    return seed
 
 
 def get_rng_state(device: Device = "npu") -> Tensor:
     """A device's generator as 16 bytes: its seed, then its offset."""
-    return runtime_of(device).random.get_state()
+    state: Tensor = runtime_of(device).random.get_state()
+    return state
 
 
 def get_rng_state_all() -> list[Tensor]:

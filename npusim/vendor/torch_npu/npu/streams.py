@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
+from torch_npu.npu.devices import Device, runtime_of
 
 from npusim.device.streams import StreamEvent
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.stream_pool import DEFAULT_STREAM_ID
 from npusim.torch_backend.vendor_errors import vendor_error
-from torch_npu.npu.devices import Device, runtime_of
 
-_DEVICE_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)
+_DEVICE_TYPE: int = torch._C._autograd.DeviceType.PrivateUse1.value
 
 
 class Stream(torch.Stream):
@@ -36,6 +36,7 @@ class Stream(torch.Stream):
         device_index: int | None = None,
         device_type: int | None = None,
     ) -> Self:
+        """Take a stream from the device's pool, or name one."""
         del device_type
         runtime = runtime_of(device if device_index is None else device_index)
         number = runtime.streams.take(priority) if stream_id is None else stream_id
@@ -115,6 +116,7 @@ class Event(torch.Event):
     """
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Self:
+        """As torch_npu makes it; nothing is recorded yet."""
         del blocking, interprocess
         event = super().__new__(cls, device="npu", enable_timing=enable_timing)
         event._has_timing = enable_timing
@@ -143,14 +145,15 @@ class Event(torch.Event):
             assert self._runtime is not None
             raise vendor_error(
                 RuntimeError,
-                f"Event device {self._runtime.card.index} does not match recording stream's device {stream.device_index}.",
+                f"Event device {self._runtime.card.index} does not match recording stream's device "
+                f"{stream.device_index}.",
                 "ERR00001 PTA invalid parameter",
             )
         self._runtime = runtime
         self._recorded = runtime.card.streams.record_event(stream.npu_stream)
 
     def wait(self, stream: Stream | None = None) -> None:  # type: ignore[override]  # torch_npu's own kind
-        """Let later work of a stream, by default the current one, wait for this event; at once if it was not recorded."""
+        """Let later work of a stream, by default the current one, wait for this event, if it was recorded."""
         stream = current_stream() if stream is None else stream
         if self._recorded is not None:
             runtime_of(stream.device_index).card.streams.wait_event(stream.npu_stream, self._recorded)
@@ -225,7 +228,7 @@ def set_stream(stream: Stream | None) -> None:
 
 
 class StreamContext:
-    """Operators are queued on a stream, and its device is the current one, inside a ``with`` block; None changes nothing."""
+    """Operators go to a stream, and its device is the current one, inside a ``with`` block; None changes nothing."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -236,7 +239,7 @@ class StreamContext:
             self._previous = current_stream(self.stream.device_index), current_stream()
             set_stream(self.stream)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         for stream in self._previous or ():
             set_stream(stream)
 

@@ -188,14 +188,13 @@ def test_ledger_is_all_of_the_used_memory(start_scenario):
 def predicted_tokens(start_scenario, short_model, policy, profile):
     """Tokens of the published configuration if its devices had this profile.
 
-    Only non-torch memory depends on what the profile calibrates, and it does not depend on the number of layers.
+    Only non-torch memory depends on what the profile calibrates, by an amount that the number of layers does not change.
     """
     rank = start_scenario(SEED, policy).limiting_rank
     calibrated, blind = (
         start_scenario(SEED, policy, model=short_model, profile=each).ranks[rank.rank].non_torch_bytes
         for each in (None, profile)
     )
-    assert calibrated == rank.non_torch_bytes
     return (rank.available_kv_cache_bytes + calibrated - blind) // (48 * 2 * 128 * 2 * 128 * 2) * 128
 
 

@@ -1,7 +1,7 @@
 """Puts a world behind device ``npu`` in a process that knows nothing of npusim: at its first ``import torch``.
 
-torch imports every backend whose distribution names it as such; the double of torch_npu, found on ``PYTHONPATH``, does as the
-real one does. ``python -m npusim run`` sets the two environment variables, and child processes inherit them.
+torch imports every backend whose distribution names it as such; the double of torch_npu, found on ``PYTHONPATH``, does
+as the real one does. ``python -m npusim run`` sets the two environment variables, and child processes inherit them.
 """
 
 from __future__ import annotations

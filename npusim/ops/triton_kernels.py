@@ -51,9 +51,11 @@ def launch(name: str, arguments: Arguments) -> None:
     runtime.card.launch(f"triton::{name.rpartition('.')[2]}", runtime.current_stream())
     others = {key: value for key, value in arguments.items() if key not in tensors}
     keys = list(tensors)
-    active.values.update(
-        targets, list(tensors.values()), lambda *hosts: kernel.computes({**others, **dict(zip(keys, hosts, strict=True))})
-    )
+
+    def compute(*hosts: Tensor) -> list[Tensor]:
+        return kernel.computes({**others, **dict(zip(keys, hosts, strict=True))})
+
+    active.values.update(targets, list(tensors.values()), compute)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rope_dim: int, *, is_neox: bool) -> Tensor:

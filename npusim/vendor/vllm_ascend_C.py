@@ -1,7 +1,7 @@
 """The double of ``vllm_ascend.vllm_ascend_C``, vllm-ascend's compiled extension.
 
-Importing it defines the operators of ``torch.ops._C_ascend``; those that nobody modelled raise when they are called. Its
-functions for sleep mode are not modelled, and vllm-ascend switches sleep mode off without them.
+The operators of ``torch.ops._C_ascend`` are defined with the other operators; those that nobody modelled raise when
+called. Functions for sleep mode are not modelled, and vllm-ascend switches sleep mode off without them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The double of ``acl``, the Python interface to the driver's calls; vendor code here reaches the driver through torch_npu."""
+"""The double of ``acl``, the Python interface to the driver's calls."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from acl import rt
+
 from npusim.errors import UnmodelledNameError
 
 __all__ = ["rt"]

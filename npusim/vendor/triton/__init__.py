@@ -1,13 +1,14 @@
-"""The double of triton-ascend: kernels are not compiled; those that are modelled run as operators, others raise when launched."""
+"""The double of triton-ascend: kernels are not compiled; those that are modelled run as operators, others raise."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from npusim.errors import UnmodelledNameError
 from triton import backends, language, runtime
 from triton.runtime.autotuner import Config, autotune, heuristics
 from triton.runtime.jit import JITFunction, jit
+
+from npusim.errors import UnmodelledNameError
 
 __all__ = [
     "Config",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from npusim.errors import UnmodelledNameError
 from torch_npu.profiler import dynamic_profile
+
+from npusim.errors import UnmodelledNameError
 
 __all__ = ["dynamic_profile"]
 

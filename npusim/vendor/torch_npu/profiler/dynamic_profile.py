@@ -1,4 +1,4 @@
-"""The double of ``torch_npu.profiler.dynamic_profile``: profiling that is switched on from outside while a process runs."""
+"""The double of ``torch_npu.profiler.dynamic_profile``: profiling that is switched on from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The double of ``triton.language``: what kernels are written in. Kernels are never run, so its functions are names only."""
+"""The double of ``triton.language``, what kernels are written in; they never run, so its functions are names only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class KernelOnly:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Raise: nothing but a kernel calls it."""
+        del arguments, options
         raise UnmodelledCallError(f"triton.language.{self.name} was called outside of a kernel")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from triton.runtime.jit import JITFunction
 
 
-class OutOfResources(Exception):
+class OutOfResources(Exception):  # noqa: N818 - triton's name
     """A configuration needs more than the device has."""
 
 

@@ -43,7 +43,9 @@ class JITFunction(KernelInterface):
         del options  # num_warps and the like: how it is compiled
         launch(f"{self.__module__}.{self.__qualname__}", self.signature.bind(*args, **kwargs).arguments)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Raise, as triton does: kernels are launched, not called."""
+        del arguments, options
         raise RuntimeError("Cannot call @triton.jit'd outside of the scope of a kernel")
 
 

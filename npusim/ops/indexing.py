@@ -157,7 +157,7 @@ def isin(elements: Tensor, test_elements: Tensor, *, assume_unique: bool = False
     return result
 
 
-@operator("aten::equal")
+@operator("aten::equal", computes=IN_BODY)
 def equal(self: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal in size and elements; waits for the device."""
     answer = new_like(self, (1,), torch.bool)

@@ -45,6 +45,10 @@ class Hosts(Enum):
     TAKEN = "they are taken as they are"
 
 
+DECLARED: dict[str, Operator] = {}
+"""Every operator that has been declared, by its name."""
+
+
 @dataclass(frozen=True)
 class Operator:
     """A declared operator: torch's kernel for it on device ``npu``.
@@ -60,6 +64,7 @@ class Operator:
         is_product: Whether it multiplies matrices, so that a world of shapes does not compute it.
         hosts: What becomes of host tensors among its arguments.
         workspace_bytes: Bytes of workspace during the call, given the arguments.
+        has_numbers: Whether its results have numbers, from ``computes`` or from ``allocate`` itself.
     """
 
     name: str
@@ -72,6 +77,7 @@ class Operator:
     is_product: bool
     hosts: Hosts
     workspace_bytes: Callable[..., int] | None
+    has_numbers: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator: allocate, take and give back its workspace, charge its launch, attach values."""
@@ -195,7 +201,9 @@ def operator(
             is_product,
             hosts,
             workspace_bytes,
+            computes is IN_BODY or computation is not None,
         )
+        DECLARED[name] = declared
         is_factory = schema is not None and not any("Tensor" in str(argument.type) for argument in arguments)
         key = "BackendSelect" if is_factory else "PrivateUse1"
         kernel(namespace, unqualified, schema and schema.partition("::")[2], dispatch_key=key)(declared.__call__)

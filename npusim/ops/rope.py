@@ -10,7 +10,7 @@ from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
 from npusim.ops.atb import launch
-from npusim.ops.operator import Hosts, operator
+from npusim.ops.operator import IN_BODY, Hosts, operator
 from npusim.ops.refusal import refusal
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
@@ -40,7 +40,7 @@ class _Kept:
         self.last_num_tokens = -1
 
 
-@operator("atb::_npu_rotary_embedding", hosts=Hosts.TAKEN)
+@operator("atb::_npu_rotary_embedding", computes=IN_BODY, hosts=Hosts.TAKEN)
 def npu_rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
 ) -> None:
@@ -69,7 +69,8 @@ def npu_rotary_embedding(
             for x in heads
         ]
 
-    platform().values.update((query, key), (query, key, cos, sin), compute)
+    if not query.is_cpu and not key.is_cpu:
+        platform().values.update((query, key), (query, key, cos, sin), compute)
 
 
 def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:

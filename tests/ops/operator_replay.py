@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from collections.abc import Iterator
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,12 @@ from npusim.torch_backend.registration import platform
 from npusim.torch_backend.storage import StorageTable, contiguous_stride
 
 DATA = Path(__file__).parents[1] / "data" / "operators"
+LEDGER = DATA / "ledger.json"
 Record = dict[str, Any]
 PLAIN_FORMATS = (0, 2, 30)
-MODELLED_FORMATS = (*PLAIN_FORMATS, 29, 50, 51)
+BLOCKED_FORMATS = (29, 50, 51)
+OTHER_FORMATS = (1, 3, 4, 27, 32, 33)
+FOLLOWS_VALUES = ("aten::repeat_interleave.Tensor", "aten::repeat_interleave.self_Tensor")
 READS_VALUES = frozenset(
     {
         "aten::_local_scalar_dense",
@@ -67,6 +72,26 @@ def records(family: str, variant: str | None = None) -> Iterator[Record]:
             yield merged
 
 
+def is_call(record: Record) -> bool:
+    """Whether the record is of an operator; others are of Python functions of torch_npu."""
+    return not record["op"].startswith("py::")
+
+
+class Kind(StrEnum):
+    """Why a record is not matched. The ledger has one list for each."""
+
+    NO_KERNEL = "the operator is not modelled: the double raises"
+    FORM = "this form of its arguments, or its type, is not modelled: the double raises"
+    VALUES = "the result's size depends on numbers, which the recording does not hold"
+    RECORDER = "the recorder's own process failed"
+    STRICTER = "the double refuses what the operator library refuses, too; the recorder's stand-in for it did not look"
+    OTHER_TEXT = "both refuse, in other words"
+    NOT_REFUSED = "torch_npu refuses arguments that nobody passes; the double does not look"
+    FORMATS = "blocked memory formats through an operator that is not a cast or a product"
+    ALLOCATIONS = "other memory for an odd form of the arguments: more dimensions, other types"
+    RESULT = "another type or stride of the result for an odd form of the arguments, or another value of unknown numbers"
+
+
 class _Recorder:
     """Notes what the caching allocator is asked for."""
 
@@ -105,6 +130,30 @@ class Replayer:
         self._recorder = _Recorder(self._allocator)
         self._stand_in_for_other_ranks()
 
+    def unmatched(self, record: Record) -> tuple[Kind | None, str]:
+        """Why the simulated device does otherwise than the record says, None if it does not; and in detail."""
+        if "died" in record or "missing" in record or "input_error" in record:
+            return Kind.RECORDER, ""
+        try:
+            found = self.differences(record)
+        except UncomputedValueError:
+            return Kind.VALUES, ""
+        except UnmodelledCallError as refused:
+            is_missing = str(refused).startswith("operator ") or str(refused) == record["op"]
+            return (Kind.NO_KERNEL if is_missing else Kind.FORM), str(refused)
+        detail = "; ".join(found)
+        if not found:
+            return None, ""
+        if found == ["not refused"]:
+            return Kind.NOT_REFUSED, f"{detail}: {record['error']}"
+        if detail.startswith("refused with"):
+            return Kind.OTHER_TEXT, f"{detail}, recorded {record['error']}"
+        if detail.startswith("refused: "):
+            return (Kind.VALUES if record["op"] in FOLLOWS_VALUES else Kind.STRICTER), detail
+        if any(_has_format(record.get(key), BLOCKED_FORMATS) for key in ("args", "kw", "out")):
+            return Kind.FORMATS, detail
+        return (Kind.ALLOCATIONS if "allocations" in detail else Kind.RESULT), detail
+
     def differences(self, record: Record) -> list[str]:
         """What the simulated device did otherwise than the record says; empty if nothing.
 
@@ -114,10 +163,8 @@ class Replayer:
         allocator, recorder = self._allocator, self._recorder
         if not record.get("allow_internal_format", True):
             raise UnmodelledCallError("internal formats switched off")
-        if any(_has_internal_format(value) for value in (record.get("args"), record.get("kw"), record.get("out"))):
-            raise UnmodelledCallError("internal formats")
-        if "died" in record or "missing" in record or "input_error" in record:
-            raise UnmodelledCallError("the recorder's own process failed")
+        if any(_has_format(record.get(key), OTHER_FORMATS) for key in ("args", "kw", "out")):
+            raise UnmodelledCallError("memory formats other than plain ones and FRACTAL_NZ")
         allocator.empty_cache()
         args = self._made(record["args"], record["op"])
         kwargs = {name: self._made(value, record["op"]) for name, value in record["kw"].items()}
@@ -131,10 +178,8 @@ class Replayer:
         error = result = None
         try:
             result = resolve(record["op"], args, kwargs)(*args, **kwargs)
-        except UnmodelledCallError:
+        except (UnmodelledCallError, UncomputedValueError):
             raise
-        except UncomputedValueError as unknown:
-            raise UnmodelledCallError("needs values") from unknown
         except Exception as refused:  # noqa: BLE001 - compared with the recorded refusal
             refused.__traceback__ = None
             error = f"{type(refused).__name__}: {refused}".split(" This could be because the operator ")[0]
@@ -184,8 +229,11 @@ class Replayer:
             storage = torch.empty(recorded["b"] // dtype.itemsize, dtype=dtype)
             return torch.as_strided(storage, size, stride, offset)
         storages: StorageTable = self.world.storages
+        in_order = None
+        if recorded.get("f", 2) not in PLAIN_FORMATS:  # cast from one in order, which leaves its mark on the allocator
+            in_order = storages.allocate(self._runtime, math.prod(size) * dtype.itemsize)
         storage = storages.allocate(self._runtime, recorded["b"])
-        if recorded.get("f", 2) not in PLAIN_FORMATS:
+        if in_order is not None:
             storages.of_storage(storage).npu_format = recorded["f"]
         tensor = storages.tensor(storage, dtype, size, stride, offset)
         return tensor.zero_() if operator in READS_VALUES else tensor
@@ -211,10 +259,10 @@ def _scalar(text: str) -> Any:
     return torch.device(device[1], int(device[2] or 0)) if device else text
 
 
-def _has_internal_format(value: Any) -> bool:
+def _has_format(value: Any, formats: tuple[int, ...]) -> bool:
     if isinstance(value, dict):
-        return value.get("f", 2) not in MODELLED_FORMATS or any(_has_internal_format(item) for item in value.values())
-    return isinstance(value, list) and any(_has_internal_format(item) for item in value)
+        return value.get("f") in formats or any(_has_format(item, formats) for item in value.values())
+    return isinstance(value, list) and any(_has_format(item, formats) for item in value)
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:

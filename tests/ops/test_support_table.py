@@ -1,0 +1,16 @@
+"""The published table of operators is the one that the code and the recordings give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from npusim.ops.support import table
+from tests.ops.operator_replay import LEDGER
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "support_operators.md"
+
+
+def test_the_document_is_current() -> None:
+    ledger = json.loads(LEDGER.read_text(encoding="utf-8"))
+    assert DOCUMENT.read_text(encoding="utf-8") == table(ledger)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 
 FAMILIES = (
@@ -32,6 +33,7 @@ FAMILIES = (
 )
 
 
+@cache
 def declare_all() -> None:
     """Import every family, so that its operators are declared; define the vendor's other operators, too.
 

@@ -13,3 +13,11 @@ class ScenarioError(XliteRunnerError, ValueError):
 
 class UnsupportedModelError(XliteRunnerError, ValueError):
     """The model's architecture, or a value in its ``config.json``, has no implementation here."""
+
+
+class UnsupportedDeviceError(XliteRunnerError, NotImplementedError):
+    """The device's generation has an implementation of its own upstream that is not available here."""
+
+
+class KVCacheError(XliteRunnerError, RuntimeError):
+    """Attention was to be computed over a KV cache that is not there."""

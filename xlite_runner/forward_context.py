@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from xlite_runner.config import RunnerConfig
+from xlite_runner.config import CUDAGraphMode, RunnerConfig
 
 if TYPE_CHECKING:
     import torch
+
+    from xlite_runner.graphs import GraphParams
 
 MAX_MC2_TOKENS_PER_RANK = 512
 
@@ -53,10 +55,14 @@ class MoECommType(Enum):
 
 @dataclass(frozen=True)
 class BatchDescriptor:
-    """The padded shape of a batch; ``num_reqs`` is None in eager mode."""
+    """The padded shape of a batch, by which captured graphs are found.
+
+    ``num_reqs`` is None in eager mode; ``uniform`` says that every request brings the tokens of one decode step.
+    """
 
     num_tokens: int
     num_reqs: int | None = None
+    uniform: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,8 @@ class ForwardContext:
         batch_descriptor: Padded shape of the batch.
         attn_metadata: Attention metadata by layer name, or None if attention is not computed (profile run).
         in_profile_run: Whether the memory profile is being taken.
+        cudagraph_runtime_mode: NONE, or FULL for a step that is captured or replayed.
+        graph_params: Where attention operators are noted while a graph is captured; else None.
         max_tokens_across_dp: Tokens of the data-parallel rank that has most.
         moe_comm_type: How its mixture-of-experts layers communicate; None for a dense model.
         padded_num_tokens: ``max_tokens_across_dp``, padded to a multiple of the tensor-parallel size.
@@ -79,6 +87,8 @@ class ForwardContext:
     batch_descriptor: BatchDescriptor
     attn_metadata: object | None = None
     in_profile_run: bool = False
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+    graph_params: GraphParams | None = None
     max_tokens_across_dp: int
     moe_comm_type: MoECommType | None = None
     padded_num_tokens: int
@@ -126,6 +136,7 @@ def create_forward_context(
     max_tokens_across_dp: int | None = None,
     attn_metadata: object | None = None,
     in_profile_run: bool = False,
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     reserved_mc2_mask: torch.Tensor | None = None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
@@ -140,6 +151,7 @@ def create_forward_context(
         max_tokens_across_dp: Tokens of the largest data-parallel rank; this rank's if None.
         attn_metadata: See :class:`ForwardContext`.
         in_profile_run: Whether the memory profile is being taken.
+        cudagraph_runtime_mode: See :class:`ForwardContext`.
         reserved_mc2_mask: The runner's bool buffer of ``max_num_batched_tokens`` elements, a slice of which becomes the
             mask; None for a dense model.
         cos: See :class:`ForwardContext`.
@@ -159,6 +171,7 @@ def create_forward_context(
         batch_descriptor=batch_descriptor,
         attn_metadata=attn_metadata,
         in_profile_run=in_profile_run,
+        cudagraph_runtime_mode=cudagraph_runtime_mode,
         max_tokens_across_dp=max_tokens,
         moe_comm_type=select_moe_comm_method(max_tokens, config, device_type),
         padded_num_tokens=padded_num_tokens,

@@ -1,76 +1,177 @@
-"""Capturing decode steps as device graphs, and estimating beforehand what that will take."""
+"""A model whose decode steps are captured as device graphs, and the attention operators inside a graph."""
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch_npu
 
 from xlite_runner.config import CUDAGraphMode
-from xlite_runner.kv_cache.planning import plan_kv_cache
+from xlite_runner.forward_context import BatchDescriptor, ForwardContext
 
 if TYPE_CHECKING:
-    from xlite_runner.runner import NPUModelRunner
-
-MIN_GRAPH_BYTES = 1 << 20
-"""Upstream's floor for what one more graph takes."""
+    from xlite_runner.models.attention import AscendMetadata
+    from xlite_runner.models.decoder import CausalLM
 
 
-class GraphRunner:
-    """Captures the steps that the configuration lists, largest first.
+def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor without a hold on its memory, which a graph's pool keeps in place for replays."""
+    weak: torch.Tensor = torch_npu._C._weak_ref_tensor(tensor)
+    return weak
 
-    Args:
-        runner: Whose steps are captured.
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTask:
+    """One layer's attention operator inside a graph, which gets the batch's lengths anew before each replay.
+
+    Attributes:
+        layer_name: Key of the layer's metadata.
+        handle: torch_npu's name of the operator in the graph.
+        event: What the graph waits for before the operator runs.
+        arguments: The operator's arguments, without the batch's.
+        out: The tensors it writes to.
     """
 
-    def __init__(self, runner: NPUModelRunner) -> None:
-        self._runner = runner
-        self._graphs: dict[int, Any] = {}
+    layer_name: str
+    handle: Any
+    event: Any
+    arguments: Mapping[str, Any]
+    out: tuple[torch.Tensor, torch.Tensor]
 
-    @property
-    def _sizes(self) -> list[int]:
-        return sorted(self._runner.config.compilation.cudagraph_capture_sizes, reverse=True)
+    def update(self, metadata: AscendMetadata, workspace: torch.Tensor, stream: Any) -> None:
+        """Give the operator a batch; queued on ``stream``, the current one."""
+        torch_npu.npu.graph_task_update_begin(stream, self.handle)
+        torch_npu.npu_fused_infer_attention_score.out(
+            **self.arguments,
+            block_table=metadata.block_tables,
+            actual_seq_lengths=metadata.actual_seq_lengths_q,
+            actual_seq_lengths_kv=metadata.seq_lens_list,
+            workspace=workspace,
+            out=list(self.out),
+        )
+        torch_npu.npu.graph_task_update_end(stream)
+        self.event.record(stream)
 
-    def capture_model(self) -> int:
-        """Capture one graph per size; returns the drop of free memory on the device, in bytes."""
-        if not self._sizes:
-            return 0
-        gc.collect()
-        pool = torch.npu.graph_pool_handle()
-        free_before, _ = torch.npu.mem_get_info()
-        for size in self._sizes:
-            self._graphs[size] = self._capture(size, pool)
-        free_after, _ = torch.npu.mem_get_info()
-        return int(free_before - free_after)
 
-    def profile_cudagraph_memory(self) -> int:
-        """Estimate what :meth:`capture_model` will take, in bytes, from the first two captures on a minimal KV cache.
+@dataclass
+class GraphParams:
+    """What captures have noted of their attention operators, by the number of tokens.
 
-        The first graph counts as measured, each further one like the second, but at least 1 MiB.
+    Attributes:
+        workspaces: One workspace for all layers of a graph.
+        tasks: The operators, in the order of the layers.
+    """
+
+    workspaces: dict[int, torch.Tensor] = field(default_factory=dict)
+    tasks: dict[int, list[AttentionTask]] = field(default_factory=dict)
+
+    def update(self, context: ForwardContext, stream: Any) -> None:
+        """Give the operators of the batch's graph the batch's lengths and block tables."""
+        num_tokens = context.batch_descriptor.num_tokens
+        if num_tokens not in self.tasks:
+            return
+        assert isinstance(context.attn_metadata, Mapping)
+        with torch_npu.npu.stream(stream):
+            for task in self.tasks[num_tokens]:
+                task.update(context.attn_metadata[task.layer_name], self.workspaces[num_tokens], stream)
+
+
+@dataclass(frozen=True)
+class ACLGraphEntry:
+    """A captured graph and, without a hold on its memory, the hidden states that it computes."""
+
+    graph: Any
+    output: torch.Tensor
+
+
+class ACLGraphWrapper:
+    """A model whose steps are captured on first sight and replayed afterwards, where the forward context says so.
+
+    Steps of any other graph mode than FULL go to the model itself. Inputs have to lie in the same memory at each call.
+    All graphs share one memory pool: since they never run at the same time, a graph can use what a larger one, captured
+    before it, has left free.
+
+    Args:
+        runnable: The loaded model.
+
+    Attributes:
+        entries: The captured graphs.
+        graph_params: Their attention operators.
+    """
+
+    def __init__(self, runnable: CausalLM) -> None:
+        self.runnable = runnable
+        self.entries: dict[BatchDescriptor, ACLGraphEntry] = {}
+        self.graph_params = GraphParams()
+        self._graph_pool = torch_npu.npu.graph_pool_handle()
+        self._capturing_enabled = False
+        self._update_stream = torch_npu.npu.Stream()
+
+    def unwrap(self) -> CausalLM:
+        """The model itself."""
+        return self.runnable
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits by the model's output projection; never captured."""
+        return self.runnable.compute_logits(hidden_states)
+
+    @contextmanager
+    def capturing_enabled(self, graph_pool: Any = None) -> Iterator[None]:
+        """Capture what has no graph yet, into the wrapper's memory pool or into another one.
+
+        Graphs that went into another pool are dropped at the end.
         """
-        if not self._sizes:
-            return 0
-        runner = self._runner
-        runner.initialize_kv_cache(plan_kv_cache(runner.get_kv_cache_spec(), self._sizes[0]))
-        pool = torch.npu.graph_pool_handle()
-        taken, graphs = [], []
-        for size in self._sizes[:2]:
-            free_before, _ = torch.npu.mem_get_info()
-            graphs.append(self._capture(size, pool))
-            free_after, _ = torch.npu.mem_get_info()
-            taken.append(int(free_before - free_after))
-        for graph in graphs:
-            graph.reset()
-        runner.drop_kv_cache()
-        gc.collect()
-        torch.npu.empty_cache()
-        return taken[0] + sum(max(each, MIN_GRAPH_BYTES) * (len(self._sizes) - 1) for each in taken[1:])
+        own_pool = self._graph_pool
+        self._capturing_enabled = True
+        if graph_pool is not None:
+            self._graph_pool = graph_pool
+        try:
+            yield
+        finally:
+            self._capturing_enabled = False
+            if graph_pool is not None:
+                self.entries.clear()
+                self.graph_params = GraphParams()
+                self._graph_pool = own_pool
 
-    def _capture(self, size: int, pool: Any) -> Any:
-        run = self._runner._dummy_run
-        run(size, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)  # what runs for the first time must not be captured
-        graph = torch.npu.NPUGraph()
-        with torch.npu.graph(graph, pool=pool):
-            run(size, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
-        return graph
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, **model_kwargs: Any
+    ) -> torch.Tensor:
+        """Hidden states of the batch.
+
+        Raises:
+            RuntimeError: The batch has no graph, and now is not the time to capture one; upstream's text.
+        """
+        if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
+            hidden_states: torch.Tensor = self.runnable(input_ids, positions, context, **model_kwargs)
+            return hidden_states
+        entry = self.entries.get(context.batch_descriptor)
+        if entry is None:
+            return self._capture(input_ids, positions, context, **model_kwargs)
+        # Else the update could overtake the replay before this one.
+        torch_npu.npu.current_stream().synchronize()
+        entry.graph.replay()
+        self.graph_params.update(context, self._update_stream)
+        return entry.output
+
+    def _capture(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, **model_kwargs: Any
+    ) -> torch.Tensor:
+        if not self._capturing_enabled:
+            raise RuntimeError(
+                "CUDA graph capturing detected at an inappropriate time. This operation is currently disabled."
+            )
+        graph = torch_npu.npu.NPUGraph()
+        with torch_npu.npu.graph(graph, pool=self._graph_pool):
+            output: torch.Tensor = self.runnable(
+                input_ids, positions, replace(context, graph_params=self.graph_params), **model_kwargs
+            )
+        num_tokens = context.batch_descriptor.num_tokens
+        if num_tokens in self.graph_params.workspaces:
+            self.graph_params.workspaces[num_tokens] = weak_ref_tensor(self.graph_params.workspaces[num_tokens])
+        self.entries[context.batch_descriptor] = ACLGraphEntry(graph, weak_ref_tensor(output))
+        return output

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch_npu
 from torch import nn
 
 from xlite_runner.config import CUDAGraphMode, ProfilePolicy, RunnerConfig
+from xlite_runner.cudagraph_dispatcher import CudagraphDispatcher
 from xlite_runner.forward_context import (
     AscendDeviceType,
     BatchDescriptor,
@@ -20,13 +22,20 @@ from xlite_runner.forward_context import (
     mc2_tokens_capacity,
     select_moe_comm_method,
 )
-from xlite_runner.graphs import GraphRunner
+from xlite_runner.graph_capture import GraphRunner
+from xlite_runner.graphs import ACLGraphWrapper
 from xlite_runner.input_buffers import InputBuffers
-from xlite_runner.kv_cache.allocation import KVCaches, allocate_kv_caches
+from xlite_runner.kv_cache.allocation import KVCaches, allocate_kv_caches, bind_kv_caches
 from xlite_runner.kv_cache.planning import KVCacheConfig
 from xlite_runner.kv_cache.specs import KVCacheSpec
 from xlite_runner.memory_profiling import DeviceMemoryProfiler
-from xlite_runner.models.attention import AscendAttentionState, AscendMetadata, Attention
+from xlite_runner.models.attention import (
+    KERNEL_BLOCK_SIZE,
+    AscendAttentionMetadataBuilder,
+    AscendAttentionState,
+    AscendMetadata,
+    Attention,
+)
 from xlite_runner.models.loader import build_model
 from xlite_runner.models.rotary import CosSinBuffers
 
@@ -34,9 +43,6 @@ if TYPE_CHECKING:
     from xlite_runner.parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)
-
-KERNEL_BLOCK_SIZE = 128
-"""Tokens in a block of the attention kernels, which larger blocks are split into."""
 
 
 class NPUModelRunner:
@@ -48,7 +54,8 @@ class NPUModelRunner:
         device: This rank's device.
 
     Attributes:
-        model: What a step calls: the model, later perhaps wrapped.
+        model: What a step calls: the model, perhaps wrapped.
+        acl_graph: The wrapper that captures the model; only there if the configuration has full graphs.
         model_memory_usage: Bytes that loading the weights left allocated.
         kv_caches: Filled by :meth:`initialize_kv_cache`.
     """
@@ -57,7 +64,7 @@ class NPUModelRunner:
         self.config = config
         self.parallel = parallel
         self.device = device
-        self.device_type = AscendDeviceType.of(torch.npu.get_soc_version())
+        self.device_type = AscendDeviceType.of(torch_npu.npu.get_soc_version())
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.buffers = InputBuffers(config, device)
         scheduler = config.scheduler
@@ -65,7 +72,10 @@ class NPUModelRunner:
         self.mc2_mask: torch.Tensor | None = None
         if config.model.moe is not None:
             self.mc2_mask = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.bool, device=device)
+        self.cudagraph_dispatcher = CudagraphDispatcher(config)
+        self.metadata_builder = AscendAttentionMetadataBuilder(device)
         self.model: Any = None
+        self.acl_graph: ACLGraphWrapper
         self.model_memory_usage = 0
         self.kv_caches: KVCaches = []
         self.graphs = GraphRunner(self)
@@ -78,22 +88,28 @@ class NPUModelRunner:
     # ---- loading
 
     def load_model(self) -> None:
-        """Build the model with dummy weights, metering the memory that they take."""
+        """Build the model with dummy weights, metering their memory, and wrap it if decode steps are to be captured."""
         logger.info("Starting to load model %s...", self.config.model.architecture)
         with DeviceMemoryProfiler(self.device) as meter:
             self.model = build_model(self.config, self.parallel, self.device)
         self.model_memory_usage = meter.consumed_memory
         logger.info("Loading model weights took %.4f GB", meter.consumed_memory / (1 << 30))
+        if self.config.compilation.cudagraph_mode.has_full_cudagraphs:
+            self.model = self.acl_graph = ACLGraphWrapper(self.model)
 
     def get_model(self) -> nn.Module:
         """The model itself, without wrappers."""
-        model: nn.Module = self.model
+        model: nn.Module = self.model.unwrap() if isinstance(self.model, ACLGraphWrapper) else self.model
         return model
+
+    def get_attention_layers(self) -> Mapping[str, Attention]:
+        """The model's attention layers by name."""
+        layers = (module for module in self.get_model().modules() if isinstance(module, Attention))
+        return {layer.layer_name: layer for layer in layers}
 
     def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
         """What the cache of each attention layer needs, by layer name."""
-        layers = [module for module in self.get_model().modules() if isinstance(module, Attention)]
-        return {layer.layer_name: layer.kv_cache_spec for layer in layers}
+        return {name: layer.kv_cache_spec for name, layer in self.get_attention_layers().items()}
 
     # ---- profiling
 
@@ -112,7 +128,7 @@ class NPUModelRunner:
             self._dummy_run(capacity, is_profile=True)
         hidden_states = self._dummy_run(max_num_tokens, is_profile=True)
         output = self._dummy_sampler_run(hidden_states)
-        torch.npu.synchronize()
+        torch_npu.npu.synchronize()
         del hidden_states, output
         gc.collect()
 
@@ -121,30 +137,54 @@ class NPUModelRunner:
         self,
         num_tokens: int,
         *,
+        cudagraph_runtime_mode: CUDAGraphMode | None = None,
+        force_attention: bool = False,
+        uniform_decode: bool = False,
         is_profile: bool = False,
-        cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        profile_seq_lens: int | None = None,
     ) -> torch.Tensor:
         """One step of ``num_tokens`` tokens without meaning; returns the hidden states.
 
         Args:
             num_tokens: Spread evenly over as many requests as there can be.
+            cudagraph_runtime_mode: NONE for an eager step; by default whatever the dispatcher says.
+            force_attention: Compute attention in an eager step, too.
+            uniform_decode: Each request brings the tokens of one decode step.
             is_profile: The memory profile is being taken: eager, and attention is not computed.
-            cudagraph_mode: Of a step that is captured or replayed.
+            profile_seq_lens: Length of the sequences for attention; by default nothing is cached.
+
+        Raises:
+            ValueError: The dispatcher says otherwise than ``cudagraph_runtime_mode``; upstream's text.
         """
-        num_reqs = min(num_tokens, self.config.scheduler.max_num_seqs)
-        uses_graph = cudagraph_mode is not CUDAGraphMode.NONE
-        descriptor = BatchDescriptor(num_tokens, num_reqs if uses_graph else None)
+        if is_profile or cudagraph_runtime_mode is CUDAGraphMode.NONE:
+            mode, descriptor = CUDAGraphMode.NONE, BatchDescriptor(num_tokens)
+        else:
+            mode, descriptor = self.cudagraph_dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
+        if cudagraph_runtime_mode not in (None, mode):
+            raise ValueError(
+                "Cudagraph runtime mode mismatch in dummy_run. "
+                f"Expected {mode.name}, but got {cudagraph_runtime_mode.name}."
+            )
         metadata = None
-        if self._should_build_dummy_attn_metadata(is_profile=is_profile, cudagraph_mode=cudagraph_mode):
-            metadata = self._dummy_attn_metadata(num_tokens, num_reqs)
-        input_ids = self.buffers.input_ids[:num_tokens]
-        positions = self.buffers.positions[:num_tokens]
-        context = self._forward_context(descriptor, positions, metadata, is_profile=is_profile)
+        if self._should_build_dummy_attn_metadata(
+            force_attention=force_attention, is_profile=is_profile, cudagraph_runtime_mode=mode
+        ):
+            query_len = self.config.uniform_decode_query_len if uniform_decode else None
+            metadata = self._dummy_attn_metadata(num_tokens, query_len, descriptor, profile_seq_lens)
+        input_ids = self.buffers.input_ids[: descriptor.num_tokens]
+        positions = self.buffers.positions[: descriptor.num_tokens]
+        context = self._forward_context(descriptor, positions, metadata, mode, is_profile=is_profile)
         hidden_states: torch.Tensor = self.model(input_ids, positions, context)
         return hidden_states
 
     def _forward_context(
-        self, descriptor: BatchDescriptor, positions: torch.Tensor, metadata: object | None, *, is_profile: bool
+        self,
+        descriptor: BatchDescriptor,
+        positions: torch.Tensor,
+        metadata: object | None,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        *,
+        is_profile: bool,
     ) -> ForwardContext:
         cos, sin = self.cos_sin.update(self._cos_sin_cache(), positions)
         return create_forward_context(
@@ -153,6 +193,7 @@ class NPUModelRunner:
             descriptor,
             attn_metadata=metadata,
             in_profile_run=is_profile,
+            cudagraph_runtime_mode=cudagraph_runtime_mode,
             reserved_mc2_mask=self.mc2_mask,
             cos=cos,
             sin=sin,
@@ -163,35 +204,55 @@ class NPUModelRunner:
             buffer for name, buffer in self.get_model().named_buffers() if name.rpartition(".")[2] == "cos_sin_cache"
         )
 
-    def _should_build_dummy_attn_metadata(self, *, is_profile: bool, cudagraph_mode: CUDAGraphMode) -> bool:
+    def _should_build_dummy_attn_metadata(
+        self, *, force_attention: bool, is_profile: bool, cudagraph_runtime_mode: CUDAGraphMode
+    ) -> bool:
         del is_profile
-        return cudagraph_mode is CUDAGraphMode.FULL_DECODE_ONLY
+        return force_attention or cudagraph_runtime_mode is CUDAGraphMode.FULL
 
-    def _dummy_attn_metadata(self, num_tokens: int, num_reqs: int) -> dict[str, AscendMetadata]:
-        """Metadata of a step in which each request brings its share of the tokens, the rest going to the last."""
-        share = num_tokens // num_reqs
-        lens = torch.full((num_reqs,), share, dtype=torch.int32)
-        lens[-1] += num_tokens - share * num_reqs
-        starts = torch.zeros(num_reqs + 1, dtype=torch.int32)
-        starts[1:] = lens.cumsum(0)
-        is_decode = num_tokens == num_reqs * self.config.uniform_decode_query_len
-        metadata = AscendMetadata(
-            attn_state=AscendAttentionState.DECODE_ONLY if is_decode else AscendAttentionState.CHUNKED_PREFILL,
+    def _dummy_attn_metadata(
+        self, num_tokens: int, query_len: int | None, descriptor: BatchDescriptor, seq_len: int | None
+    ) -> dict[str, AscendMetadata]:
+        """Metadata of a dummy step; upstream calls it a decode step whatever it is.
+
+        Args:
+            num_tokens: Tokens without padding.
+            query_len: New tokens of each request of a decode step; None for a step of other requests.
+            descriptor: Shape with padding. Requests that are padding have new tokens, but no sequence.
+            seq_len: Length of all sequences; by default as many tokens as are new.
+        """
+        if query_len is None:
+            query_lens = _even_shares(num_tokens, min(num_tokens, self.config.scheduler.max_num_seqs))
+        else:
+            query_lens = [min(query_len, num_tokens - start) for start in range(0, num_tokens, query_len)]
+        num_reqs = len(query_lens)
+        num_padding_reqs = max((descriptor.num_reqs or 0) - num_reqs, 0)
+        block_tables = self.buffers.block_table[: num_reqs + num_padding_reqs]
+        slot_mapping = self.buffers.slot_mapping[: descriptor.num_tokens]
+        if num_padding_reqs:
+            block_tables[num_reqs:].fill_(0)
+            slot_mapping[num_tokens:].fill_(-1)
+        metadata = self.metadata_builder.build(
+            attn_state=self._dummy_attn_state,
+            query_lens=query_lens + [self.config.uniform_decode_query_len] * num_padding_reqs,
+            seq_lens=[seq_len or query_len or num_tokens] * num_reqs + [0] * num_padding_reqs,
             num_actual_tokens=num_tokens,
-            query_start_loc=starts,
-            seq_lens_cpu=lens,
-            block_tables=self.buffers.block_table[:num_reqs],
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
         )
         return dict.fromkeys(self.get_kv_cache_spec(), metadata)
 
+    @property
+    def _dummy_attn_state(self) -> AscendAttentionState:
+        # With speculation, upstream's special state is for models with latent attention, which there are none of here.
+        speculates = self.config.speculative is not None
+        return AscendAttentionState.CHUNKED_PREFILL if speculates else AscendAttentionState.DECODE_ONLY
+
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of one token of each request. Upstream's Ascend runner does not run the sampler here either."""
-        num_reqs = self.config.scheduler.max_num_seqs
-        num_tokens = self.config.scheduler.max_num_batched_tokens
-        num_reqs = min(num_reqs, num_tokens)
-        share = num_tokens // num_reqs
-        last = torch.arange(1, num_reqs + 1, dtype=torch.int64) * share - 1
-        last[-1] = num_tokens - 1
+        scheduler = self.config.scheduler
+        shares = _even_shares(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        last = torch.tensor(shares, dtype=torch.int64, device="cpu").cumsum(0) - 1
         selected = hidden_states[last.to(self.device)]
         logits: torch.Tensor = self.get_model().compute_logits(selected)  # type: ignore[operator]
         return logits
@@ -199,7 +260,7 @@ class NPUModelRunner:
     # ---- after profiling
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the KV cache of a plan.
+        """Allocate the KV cache of a plan, and hand it to the attention layers.
 
         Raises:
             ValueError: The attention kernels cannot be used with its block size; upstream's text.
@@ -210,10 +271,13 @@ class NPUModelRunner:
             raise ValueError(f"No common block size for {block_size}. ")
         with torch.inference_mode():
             self.kv_caches = allocate_kv_caches(kv_cache_config, self.dtype, self.device)
+        bind_kv_caches(kv_cache_config, self.kv_caches, self.get_attention_layers())
 
     def drop_kv_cache(self) -> None:
         """Let go of the KV cache."""
         self.kv_caches.clear()
+        for layer in self.get_attention_layers().values():
+            layer.kv_cache = None
 
 
 class XliteModelRunner(NPUModelRunner):
@@ -255,7 +319,17 @@ class XliteModelRunner(NPUModelRunner):
         super().initialize_kv_cache(kv_cache_config)
         self.model.register_kv_caches(self.kv_caches)
 
-    def _should_build_dummy_attn_metadata(self, *, is_profile: bool, cudagraph_mode: CUDAGraphMode) -> bool:
+    def _should_build_dummy_attn_metadata(
+        self, *, force_attention: bool, is_profile: bool, cudagraph_runtime_mode: CUDAGraphMode
+    ) -> bool:
         # Always outside profiling, so that data-parallel ranks without requests take part in xlite's steps.
-        base = super()._should_build_dummy_attn_metadata(is_profile=is_profile, cudagraph_mode=cudagraph_mode)
+        base = super()._should_build_dummy_attn_metadata(
+            force_attention=force_attention, is_profile=is_profile, cudagraph_runtime_mode=cudagraph_runtime_mode
+        )
         return base or not is_profile
+
+
+def _even_shares(total: int, num_shares: int) -> list[int]:
+    """``total`` in equal whole shares, the last one with the rest."""
+    share = total // num_shares
+    return [share] * (num_shares - 1) + [total - share * (num_shares - 1)]

@@ -164,8 +164,11 @@ class NPUWorker:
         self.kv_cache_bytes = torch_npu.npu.memory_allocated(self.device) - before
 
     def compile_or_warm_up_model(self) -> None:
-        """Capture graphs, and say where the memory went."""
-        if self.config.compilation.cudagraph_mode is not CUDAGraphMode.NONE:
+        """Capture graphs, and say where the memory went.
+
+        Upstream also runs sizes that torch.compile compiles for; with its defaults all of them are captured.
+        """
+        if not self.config.compilation.enforce_eager:
             self.memory.graph = self.model_runner.graphs.capture_model()
         memory = self.memory
         if memory.non_kv is not None:

@@ -15,6 +15,7 @@ from xlite_runner.adapters import XliteModel, get_adapter
 from xlite_runner.config import ProfilePolicy, RunnerConfig
 from xlite_runner.dispatch import Dispatcher, Route, first_metadata
 from xlite_runner.forward_context import ForwardContext
+from xlite_runner.graphs import ACLGraphWrapper
 from xlite_runner.models.attention import AscendMetadata
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.parallel_state import ParallelState
@@ -46,10 +47,12 @@ REVISIONS: Mapping[ProfilePolicy, Revision] = {
 class XliteWrapper:
     """A model of which xlite executes what it can.
 
+    In decode-only mode it stands before the wrapper that captures the model: what xlite executes is not captured.
+
     Before PR #11380 the runtime was made before the adapter. That made no difference: with size 0 it touches no device.
 
     Args:
-        runnable: The loaded model.
+        runnable: The loaded model, perhaps wrapped for capture.
         config: The engine's configuration.
         parallel: This rank's process groups.
         device: This rank's device.
@@ -65,7 +68,7 @@ class XliteWrapper:
 
     def __init__(
         self,
-        runnable: CausalLM,
+        runnable: CausalLM | ACLGraphWrapper,
         config: RunnerConfig,
         parallel: ParallelState,
         device: torch.device,
@@ -73,7 +76,7 @@ class XliteWrapper:
     ) -> None:
         self.runnable = runnable
         self.revision = REVISIONS[policy]
-        self.adapter: XliteModel = get_adapter(config.model.architecture)(runnable, config, parallel.rank)
+        self.adapter: XliteModel = get_adapter(config.model.architecture)(self.unwrap(), config, parallel.rank)
         self.dispatcher = Dispatcher(
             full_mode=config.ascend.xlite_graph_config.full_mode,
             data_parallel_size=config.parallel.data_parallel_size,
@@ -95,8 +98,8 @@ class XliteWrapper:
         self.kv_caches: Sequence[Sequence[torch.Tensor]] = ()
 
     def unwrap(self) -> CausalLM:
-        """The model itself."""
-        return self.runnable
+        """The model itself, without wrappers."""
+        return self.runnable.unwrap() if isinstance(self.runnable, ACLGraphWrapper) else self.runnable
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits by the model's own output projection; xlite has no part in it."""
@@ -158,11 +161,11 @@ def make_runtime(revision: Revision, config_values: Mapping[str, Any], parallel:
 
 def make_attn_meta(metadata: AscendMetadata, positions: torch.Tensor) -> AttnMeta:
     """The batch in xlite's terms: new and cached tokens of each request, block tables, positions."""
-    query_lens = metadata.query_start_loc.diff()
-    cached_lens = torch.clamp(metadata.seq_lens_cpu - query_lens, min=0)
+    ends = metadata.actual_seq_lengths_q
+    lens = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     attn_meta = AttnMeta()
-    attn_meta.lens = query_lens.tolist()
-    attn_meta.cached_lens = cached_lens.tolist()
+    attn_meta.lens = lens
+    attn_meta.cached_lens = [max(seq_len - new, 0) for seq_len, new in zip(metadata.seq_lens_list, lens, strict=True)]
     attn_meta.block_tables_cpu = metadata.block_tables.tolist()
     attn_meta.positions = positions
     return attn_meta

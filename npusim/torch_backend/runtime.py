@@ -14,6 +14,7 @@ from npusim.memory.caching_allocator import CachingAllocator
 from npusim.memory.rounding import pad_bytes
 from npusim.memory.workspace import WorkspaceAllocator
 from npusim.torch_backend.stream_pool import StreamPool
+from npusim.torch_backend.task_groups import TaskGroups
 from npusim.torch_backend.vendor_errors import vendor_error
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class DeviceRuntime:
         self.streams = StreamPool(card.streams)
         self._stream = card.default_stream
         self._capturing: int | None = None
+        self.task_groups = TaskGroups()
         self._num_pools = {"user": 0, "capture": 0}
         self.workspaces = WorkspaceAllocator(
             card.hbm, self, device_index=card.index, out_of_memory_error=torch.OutOfMemoryError
@@ -187,6 +189,10 @@ class DeviceRuntime:
     def is_current_stream_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return self._capturing is not None and self._capturing == self._stream
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is being captured into a graph."""
+        return self._capturing == stream
 
     def begin_capture(self, stream: int) -> None:
         """Operators on ``stream`` are captured from now on.

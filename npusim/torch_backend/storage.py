@@ -48,11 +48,20 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
             self.device.allocator.free(old_address)
 
 
+class _Alias(weakref.ref[torch.UntypedStorage]):
+    """A further storage over the memory of another one, which it does not keep."""
+
+    __slots__ = ("key",)
+
+    key: int
+
+
 class StorageTable:
     """All live storages on simulated devices, by the identity of their C++ object."""
 
     def __init__(self) -> None:
         self._records: dict[int, StorageRecord] = {}
+        self._aliases: dict[int, _Alias] = {}
         self._shells = shells()
 
     def __len__(self) -> int:
@@ -114,6 +123,23 @@ class StorageTable:
     def find(self, storage: torch.UntypedStorage) -> StorageRecord | None:
         """The record of a storage, if this table has one."""
         return self._records.get(storage._cdata)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor over the same memory that does not keep it; its bytes are those of the original's storage."""
+        record = self.of(tensor)
+        memory = self._shells.over_memory(
+            record.device.card.index, record.address, record.num_bytes, torch.uint8, (record.num_bytes,), (1,)
+        )
+        storage = memory.untyped_storage()
+        alias = _Alias(storage, self._on_alias_death)
+        alias.key = storage._cdata
+        self._aliases[alias.key] = alias
+        self._records[alias.key] = record
+        return self.tensor(storage, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+
+    def _on_alias_death(self, alias: weakref.ref[Any]) -> None:
+        assert isinstance(alias, _Alias)
+        del self._aliases[alias.key], self._records[alias.key]
 
     def _on_death(self, record: weakref.ref[Any]) -> None:
         assert isinstance(record, StorageRecord)

@@ -22,9 +22,12 @@ def metadata(state, num_tokens=4):
     return AscendMetadata(
         attn_state=state,
         num_actual_tokens=num_tokens,
+        actual_seq_lengths_q=[1, num_tokens],
+        seq_lens_list=[5, num_tokens],
         query_start_loc=torch.tensor([0, 1, num_tokens], dtype=torch.int32),
-        seq_lens_cpu=torch.tensor([5, num_tokens], dtype=torch.int32),
         block_tables=torch.tensor([[3, 0], [7, 0]], dtype=torch.int32),
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int32),
+        attn_mask=torch.zeros(1, 1, dtype=torch.int8),
     )
 
 

@@ -19,11 +19,28 @@ class ProfilePolicy(Enum):
 
 
 class CUDAGraphMode(Enum):
-    """Which forwards are captured as device graphs (upstream's name; on Ascend these are ACL graphs)."""
+    """Which forwards are captured as device graphs (upstream's name; on Ascend these are ACL graphs).
+
+    A forward runs in one of the first three modes; a configuration can also have one of the others.
+    """
 
     NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    """Everything but attention is captured, in pieces."""
+    FULL = "FULL"
     FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
     FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+    """FULL for decode steps, PIECEWISE for others."""
+
+    @property
+    def has_full_cudagraphs(self) -> bool:
+        """Whether some forwards run in mode FULL."""
+        return self not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
+
+    @property
+    def has_piecewise_cudagraphs(self) -> bool:
+        """Whether some forwards run in mode PIECEWISE."""
+        return self in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 
 from xlite_runner.kv_cache.planning import KVCacheConfig
 from xlite_runner.kv_cache.specs import FullAttentionSpec
+
+if TYPE_CHECKING:
+    from xlite_runner.models.attention import Attention
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """Per layer, keys and values, each [blocks, block size, KV heads, head size]."""
@@ -26,3 +32,9 @@ def allocate_kv_caches(config: KVCacheConfig, dtype: torch.dtype, device: torch.
         keys, values = (torch.zeros(half_bytes, dtype=torch.int8, device=device) for _ in range(2))
         caches.append((keys.view(dtype).view(shape), values.view(dtype).view(shape)))
     return caches
+
+
+def bind_kv_caches(config: KVCacheConfig, kv_caches: KVCaches, layers: Mapping[str, Attention]) -> None:
+    """Hand the tensors of a plan to the layers that it names."""
+    for tensor, kv_cache in zip(config.tensors, kv_caches, strict=True):
+        layers[tensor.layer_name].kv_cache = kv_cache

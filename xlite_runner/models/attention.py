@@ -1,22 +1,35 @@
-"""The attention operator's module and the metadata it works from."""
+"""The attention operator's module, the metadata it works from, and what makes the metadata."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
+import torch_npu
 from torch import nn
 
-from xlite_runner.forward_context import ForwardContext
+from xlite_runner.errors import KVCacheError, UnsupportedDeviceError
+from xlite_runner.forward_context import AscendDeviceType, ForwardContext
+from xlite_runner.graphs import AttentionTask, GraphParams, weak_ref_tensor
 from xlite_runner.kv_cache.specs import FullAttentionSpec
 from xlite_runner.models.layers import BuildContext
+
+MASK_SIZE = 2048
+"""Rows and columns of the causal mask that the fused operator works from, whatever the lengths (exact, upstream)."""
+CAUSAL_SPARSE_MODE = 3
+ALL_TOKENS = 2147483647
+KERNEL_BLOCK_SIZE = 128
+"""Tokens in a block of the attention kernels, which larger blocks are split into."""
 
 
 class AscendAttentionState(Enum):
     """What kind of batch the attention sees."""
 
     PREFILL_NO_CACHE = "PrefillNoCache"
+    """All requests are new: keys and values of the batch are all there are."""
     PREFILL_CACHE_HIT = "PrefillCacheHit"
     DECODE_ONLY = "DecodeOnly"
     CHUNKED_PREFILL = "ChunkedPrefill"
@@ -25,38 +38,104 @@ class AscendAttentionState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AscendMetadata:
-    """The batch as attention sees it. Lengths are in tokens, one entry per request.
+    """The batch as attention sees it. Lengths are in tokens, one entry per request, on the host.
 
     Attributes:
         attn_state: Kind of batch.
         num_actual_tokens: Tokens without padding.
-        query_start_loc: Host tensor, cumulative query lengths; starts with 0.
-        seq_lens_cpu: Host tensor, cached plus new tokens.
+        actual_seq_lengths_q: Where each request's new tokens end in the batch.
+        seq_lens_list: Cached plus new tokens.
+        query_start_loc: Device tensor, ``actual_seq_lengths_q`` after a 0.
         block_tables: Device tensor, [requests, blocks], KV-cache block numbers.
+        slot_mapping: Device tensor, [tokens], where the cache takes each token; negative: nowhere.
+        attn_mask: Device tensor, the causal mask.
     """
 
     attn_state: AscendAttentionState
     num_actual_tokens: int
+    actual_seq_lengths_q: list[int]
+    seq_lens_list: list[int]
     query_start_loc: torch.Tensor
-    seq_lens_cpu: torch.Tensor
     block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+    attn_mask: torch.Tensor
+
+
+class AscendAttentionMetadataBuilder:
+    """Makes metadata, and the causal mask that all of it shares: 4 MiB that the first batch takes for good.
+
+    Args:
+        device: Where device tensors go.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mask: torch.Tensor | None = None
+
+    @property
+    def attn_mask(self) -> torch.Tensor:
+        """One where a key is hidden; int8, [2048, 2048]."""
+        if self._mask is None:
+            hidden = torch.ones(MASK_SIZE, MASK_SIZE, device="cpu").triu(diagonal=1)
+            self._mask = hidden.to(torch.int8).to(self._device)
+        return self._mask
+
+    def build(
+        self,
+        *,
+        attn_state: AscendAttentionState,
+        query_lens: list[int],
+        seq_lens: list[int],
+        num_actual_tokens: int,
+        block_tables: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> AscendMetadata:
+        """The metadata of a batch; for the arguments see :class:`AscendMetadata`.
+
+        Args:
+            attn_state: Kind of batch.
+            query_lens: New tokens of each request.
+            seq_lens: Cached plus new tokens of each request.
+            num_actual_tokens: Tokens without padding.
+            block_tables: One row per request.
+            slot_mapping: One element per token, padding included.
+        """
+        attn_mask = self.attn_mask
+        starts = torch.tensor([0, *query_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        return AscendMetadata(
+            attn_state=attn_state,
+            num_actual_tokens=num_actual_tokens,
+            actual_seq_lengths_q=starts[1:].tolist(),
+            seq_lens_list=seq_lens,
+            query_start_loc=starts.to(self._device),
+            block_tables=block_tables,
+            slot_mapping=slot_mapping[:num_actual_tokens],
+            attn_mask=attn_mask,
+        )
 
 
 class Attention(nn.Module):
-    """Attention of this rank's heads over the KV cache.
+    """Attention of this rank's heads over the KV cache, by the vendor's fused operator as on A2 and A3.
 
     Attributes:
         layer_name: Key of the layer in metadata and in the KV-cache configuration.
+        kv_cache: The layer's keys and values, each [blocks, block size, KV heads, head size]; None until there are any.
     """
 
     def __init__(self, layer_name: str, build: BuildContext) -> None:
         super().__init__()
         self.layer_name = layer_name
         model, parallel = build.config.model, build.config.parallel
+        self.num_heads = model.get_num_attention_heads(parallel)
+        self.num_kv_heads = model.get_num_kv_heads(parallel)
+        self.head_size = model.head_dim
+        self.scale = model.head_dim**-0.5
+        self.device_type = build.device_type
+        self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
         self.kv_cache_spec = FullAttentionSpec(
             block_size=build.config.cache.block_size,
-            num_kv_heads=model.get_num_kv_heads(parallel),
-            head_size=model.head_dim,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
             dtype_size=model.dtype_size,
         )
         for name in ("_k_scale", "_v_scale", "_q_scale", "_prob_scale"):  # of a quantised KV cache; kept in any case
@@ -65,15 +144,137 @@ class Attention(nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Attention output, [tokens, heads * head dim]; zeros where attention is not computed (profile run).
+        """Attention output, [tokens, heads * head size]; zeros where attention is not computed (profile run).
 
         Raises:
-            NotImplementedError: There is metadata, i.e. this model is to serve by itself rather than xlite.
+            KVCacheError: There is no cache to write to.
+            UnsupportedDeviceError: Neither an A2 nor an A3.
         """
-        del key, value
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if context.attn_metadata is None:
             return output.fill_(0)
-        raise NotImplementedError(
-            f"{self.layer_name}: attention outside xlite is computed in profile runs only (attn_metadata None)"
+        assert isinstance(context.attn_metadata, Mapping)
+        metadata: AscendMetadata = context.attn_metadata[self.layer_name]
+        query = query.view(-1, self.num_heads, self.head_size)
+        key = key.view(-1, self.num_kv_heads, self.head_size)
+        value = value.view(-1, self.num_kv_heads, self.head_size)
+        heads = output.view(-1, self.num_heads, self.head_size)
+        self._reshape_and_cache(key, value, metadata)
+        if context.graph_params is not None:
+            self._capture(query, heads, metadata, context.graph_params)
+        else:
+            self._compute(query, key, value, heads, metadata)
+        return output
+
+    def _reshape_and_cache(self, key: torch.Tensor, value: torch.Tensor, metadata: AscendMetadata) -> None:
+        if self.device_type not in (AscendDeviceType.A2, AscendDeviceType.A3):
+            raise UnsupportedDeviceError(
+                f"{self.layer_name}: attention outside of profile runs and xlite is there for A2 and A3, not for "
+                f"{self.device_type.value}"
+            )
+        if self.kv_cache is None:
+            raise KVCacheError(f"{self.layer_name}: no KV cache was initialised, and the batch has attention metadata")
+        key_cache, value_cache = self.kv_cache
+        num_tokens = metadata.num_actual_tokens
+        torch_npu._npu_reshape_and_cache(
+            key=key[:num_tokens],
+            value=value[:num_tokens],
+            key_cache=key_cache,
+            value_cache=value_cache,
+            slot_indices=metadata.slot_mapping,
+        )
+
+    def _cached(self) -> dict[str, Any]:
+        """The operator's arguments for keys and values in the cache, whose heads it wants side by side."""
+        assert self.kv_cache is not None
+        num_blocks, block_size, _, _ = self.kv_cache[0].shape
+        key, value = (cache.view(num_blocks, block_size, -1) for cache in self.kv_cache)
+        return {"key": key, "value": value, "block_size": block_size}
+
+    def _arguments(self, metadata: AscendMetadata) -> dict[str, Any]:
+        """The operator's arguments that neither depend on the step nor on where keys and values are."""
+        return {
+            "atten_mask": metadata.attn_mask,
+            "input_layout": "TND",
+            "num_key_value_heads": self.num_kv_heads,
+            "num_heads": self.num_heads,
+            "scale": self.scale,
+            "sparse_mode": CAUSAL_SPARSE_MODE,
+        }
+
+    def _compute(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        metadata: AscendMetadata,
+    ) -> None:
+        num_tokens = metadata.actual_seq_lengths_q[-1]
+        if metadata.attn_state is AscendAttentionState.PREFILL_NO_CACHE:
+            # Values are a view of the projections' output: copied, as by vllm-ascend 0.23.0; 0.22.1rc1 passes the view.
+            batch = {
+                "key": key[:num_tokens].contiguous(),
+                "value": value[:num_tokens].contiguous(),
+                "block_size": KERNEL_BLOCK_SIZE,
+                "block_table": None,
+                "actual_seq_lengths_kv": metadata.actual_seq_lengths_q,
+            }
+        else:
+            batch = {
+                **self._cached(),
+                "block_table": metadata.block_tables[: len(metadata.seq_lens_list)],
+                "actual_seq_lengths_kv": metadata.seq_lens_list,
+            }
+        attn_output, _ = torch_npu.npu_fused_infer_attention_score(
+            query=query[:num_tokens],
+            actual_seq_lengths=metadata.actual_seq_lengths_q,
+            **batch,
+            **self._arguments(metadata),
+        )
+        output[:num_tokens] = attn_output.view(num_tokens, self.num_heads, self.head_size)
+
+    def _capture(
+        self, query: torch.Tensor, output: torch.Tensor, metadata: AscendMetadata, graph_params: GraphParams
+    ) -> None:
+        """Put the operator into the graph such that each replay can have other lengths and blocks."""
+        num_tokens = metadata.actual_seq_lengths_q[-1]
+        softmax_lse = torch.empty(1, dtype=query.dtype, device=query.device)
+        arguments = {
+            "query": query,
+            **self._cached(),
+            **self._arguments(metadata),
+            "pre_tokens": ALL_TOKENS,
+            "next_tokens": ALL_TOKENS,
+        }
+        batch = {
+            "block_table": metadata.block_tables,
+            "actual_seq_lengths": metadata.actual_seq_lengths_q,
+            "actual_seq_lengths_kv": metadata.seq_lens_list,
+        }
+        if num_tokens not in graph_params.workspaces:
+            graph_params.workspaces[num_tokens] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+                **arguments, **batch
+            )
+        stream = torch_npu.npu.current_stream()
+        event = torch_npu.npu.ExternalEvent()
+        event.wait(stream)
+        event.reset(stream)
+        torch_npu.npu.graph_task_group_begin(stream)
+        torch_npu.npu_fused_infer_attention_score.out(
+            **arguments, **batch, workspace=graph_params.workspaces[num_tokens], out=[output, softmax_lse]
+        )
+        handle = torch_npu.npu.graph_task_group_end(stream)
+        weak = {
+            name: weak_ref_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in arguments.items()
+        }
+        graph_params.tasks.setdefault(num_tokens, []).append(
+            AttentionTask(
+                layer_name=self.layer_name,
+                handle=handle,
+                event=event,
+                arguments=weak,
+                out=(weak_ref_tensor(output), weak_ref_tensor(softmax_lse)),
+            )
         )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch_npu._C import _distributed_c10d
 
-from npusim.errors import UnmodelledCallError, UnmodelledNameError
+from npusim.errors import UnmodelledNameError
+from npusim.torch_backend.registration import platform
 
-__all__ = ["_NPUTaskGroupHandle", "_distributed_c10d"]
+__all__ = ["_NPUTaskGroupHandle", "_distributed_c10d", "_weak_ref_tensor"]
 
 
 class _NPUTaskGroupHandle:
-    """Operators of a captured graph whose arguments can be changed; vendor code names it in annotations."""
+    """Names operators of a captured graph whose arguments can be changed."""
 
-    def __init__(self) -> None:
-        raise UnmodelledCallError("task groups of captured graphs are not modelled on the simulated device")
+
+def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor without a hold on its memory."""
+    return platform().storages.alias(tensor)
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,17 @@ from torch_npu.npu.devices import (
     set_device,
     synchronize,
 )
-from torch_npu.npu.graphs import ExternalEvent, NPUGraph, graph, graph_pool_handle, is_current_stream_capturing
+from torch_npu.npu.graphs import (
+    ExternalEvent,
+    NPUGraph,
+    graph,
+    graph_pool_handle,
+    graph_task_group_begin,
+    graph_task_group_end,
+    graph_task_update_begin,
+    graph_task_update_end,
+    is_current_stream_capturing,
+)
 from torch_npu.npu.memory import (
     MemPool,
     caching_allocator_alloc,
@@ -87,6 +97,10 @@ __all__ = [
     "get_soc_version",
     "graph",
     "graph_pool_handle",
+    "graph_task_group_begin",
+    "graph_task_group_end",
+    "graph_task_update_begin",
+    "graph_task_update_end",
     "init",
     "initial_seed",
     "is_available",

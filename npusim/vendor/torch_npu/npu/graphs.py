@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from types import TracebackType
 
+from torch_npu._C import _NPUTaskGroupHandle
 from torch_npu.npu.devices import runtime_of, synchronize
 from torch_npu.npu.memory import empty_cache
 from torch_npu.npu.streams import Stream, StreamContext
 
 from npusim.device.ledger import Owner
+from npusim.device.streams import StreamEvent
 from npusim.errors import UnmodelledCallError
 from npusim.memory.pools import PoolId
 from npusim.torch_backend.registration import platform
@@ -29,10 +31,76 @@ def is_current_stream_capturing() -> bool:
 
 
 class ExternalEvent:
-    """An event between a captured graph and work outside of it; vendor code names it in annotations."""
+    """An event that a captured graph waits for and work outside of it records; unlike others, in that order.
 
-    def __init__(self, *arguments: object) -> None:
-        raise UnmodelledCallError(f"torch.npu.ExternalEvent{arguments} is not modelled on the simulated device")
+    Waiting takes no virtual time in a replay: whatever a graph waits for is taken to be recorded in time.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: StreamEvent | None = None
+
+    def record(self, stream: Stream) -> None:
+        """Record behind everything queued on a stream."""
+        self._recorded = runtime_of(stream.device_index).card.streams.record_event(stream.npu_stream)
+
+    def wait(self, stream: Stream) -> None:
+        """Let later work of a stream wait for it; on a captured stream this becomes part of the graph."""
+        runtime = runtime_of(stream.device_index)
+        if runtime.is_capturing(stream.npu_stream):
+            return
+        if self._recorded is None:
+            raise UnmodelledCallError("ExternalEvent.wait before record outside of a capture would block for ever")
+        runtime.card.streams.wait_event(stream.npu_stream, self._recorded)
+
+    def reset(self, stream: Stream) -> None:
+        """Make it usable again, in the stream's order; on a captured stream this becomes part of the graph."""
+        if not runtime_of(stream.device_index).is_capturing(stream.npu_stream):
+            self._recorded = None
+
+
+def graph_task_group_begin(stream: Stream) -> None:
+    """From now on a captured stream's operators form a group, whose arguments can be changed after the capture.
+
+    Raises:
+        RuntimeError: The stream is not captured, or a group is open. Grade of the texts: assumed.
+    """
+    runtime = runtime_of(stream.device_index)
+    if not runtime.is_capturing(stream.npu_stream):
+        raise RuntimeError("graph_task_group_begin() called on a stream that is not being captured.")
+    runtime.task_groups.begin(stream.npu_stream, "group")
+
+
+def graph_task_group_end(stream: Stream) -> _NPUTaskGroupHandle:
+    """Close the group and name it.
+
+    Raises:
+        RuntimeError: No group is open on the stream. Grade of the text: assumed.
+    """
+    runtime_of(stream.device_index).task_groups.end(stream.npu_stream, "group")
+    return _NPUTaskGroupHandle()
+
+
+def graph_task_update_begin(stream: Stream, handle: _NPUTaskGroupHandle) -> None:
+    """Until :func:`graph_task_update_end`, operators on the stream replace the arguments of those in a group.
+
+    They are the same operators with the same outputs. On the double they are launched like any other.
+
+    Raises:
+        TypeError: It is no group's handle.
+        RuntimeError: An update is open on the stream. Grade of the text: assumed.
+    """
+    if not isinstance(handle, _NPUTaskGroupHandle):
+        raise TypeError(f"graph_task_update_begin(): incompatible function arguments: {handle!r}")
+    runtime_of(stream.device_index).task_groups.begin(stream.npu_stream, "update")
+
+
+def graph_task_update_end(stream: Stream) -> None:
+    """End the update.
+
+    Raises:
+        RuntimeError: No update is open on the stream. Grade of the text: assumed.
+    """
+    runtime_of(stream.device_index).task_groups.end(stream.npu_stream, "update")
 
 
 class NPUGraph:
@@ -168,4 +236,14 @@ class graph:  # noqa: N801 - torch_npu's name
             self._stream.__exit__()
 
 
-__all__ = ["ExternalEvent", "NPUGraph", "graph", "graph_pool_handle", "is_current_stream_capturing"]
+__all__ = [
+    "ExternalEvent",
+    "NPUGraph",
+    "graph",
+    "graph_pool_handle",
+    "graph_task_group_begin",
+    "graph_task_group_end",
+    "graph_task_update_begin",
+    "graph_task_update_end",
+    "is_current_stream_capturing",
+]

@@ -17,9 +17,8 @@ PAGE_BYTES: Final = 2 * 1024**2
 aclrtMallocPhysical); assumed for small requests, which a card may serve from 4 KiB pages."""
 
 MALLOC_BASE: Final = 0x1200_0000_0000
-RESERVE_BASE: Final = 0x3000_0020_0000
-"""First addresses handed out. Assumed: real ones cannot be predicted, and only their order and alignment ever matter.
-The first reservation follows the 2 MiB probe that torch_npu makes when expandable segments are switched on."""
+RESERVE_BASE: Final = 0x3000_0000_0000
+"""First addresses handed out. Assumed: real ones cannot be predicted; only their order and alignment ever matter."""
 
 
 class OutOfHbmError(NpusimError):
@@ -113,11 +112,11 @@ class Hbm:
         self._record("free", address)
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve an address range without memory behind it (``aclrtReserveMemAddress``)."""
+        """Reserve an address range of whole pages without memory behind it (``aclrtReserveMemAddress``)."""
         address = self._next_reserve
-        self._next_reserve += _whole_pages(num_bytes)
-        self._reservations[address] = num_bytes
-        self._record("reserve", address, num_bytes)
+        reserved_bytes = self._reservations[address] = _whole_pages(num_bytes)
+        self._next_reserve += reserved_bytes
+        self._record("reserve", address, reserved_bytes)
         return address
 
     def release(self, address: int) -> None:

@@ -128,8 +128,7 @@ class CachingAllocator(RequestPath):
         Raises:
             ValueError: See :func:`npusim.memory.config.change_allocator_settings`.
         """
-        self._state.config = change_allocator_settings(text, self._state.config, version=self.version.name)
-        self._configure()
+        self._apply(change_allocator_settings(text, self._state.config, version=self.version.name))
 
     def set_per_process_memory_fraction(self, fraction: float) -> None:
         """Limit reserved memory to a part of the device's total; 1.0: no limit.
@@ -143,7 +142,7 @@ class CachingAllocator(RequestPath):
         if not 0 <= fraction <= 1:
             raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
         self._state.allowed_bytes = None if fraction == 1.0 else int(fraction * self._state.hbm.total_bytes)
-        self._configure()
+        self._fit.configure()
 
     def get_per_process_memory_fraction(self) -> float:
         """The limit of reserved memory as a part of the device's total."""
@@ -190,6 +189,16 @@ class CachingAllocator(RequestPath):
     ) -> None:
         """Make a private pool, or hold it once more; see :class:`npusim.memory.pools.PrivatePool`."""
         self.pools.hold(pool_id, allocator=allocator, use_on_oom=use_on_oom, no_split=no_split)
+
+    def destroy_pool(self, pool_id: PoolId) -> None:
+        """Let go of a pool for good (the end of a ``MemPool``); if nobody else holds it, its free memory goes back.
+
+        Raises:
+            RuntimeError: Nobody holds the pool.
+        """
+        self.pools.private[pool_id].use_on_oom = False
+        self.release_pool(pool_id)
+        self.empty_cache(pool_id)
 
     def mark_capture_begin(self) -> None:
         """A graph capture has begun: while the current stream is captured, no event is recorded or waited for."""

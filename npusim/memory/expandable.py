@@ -11,6 +11,8 @@ from npusim.memory.pools import BlockPool
 from npusim.memory.rounding import EXTRA_LARGE_PAGE_BYTES, SMALL_SEGMENT_BYTES, round_up
 from npusim.memory.state import LEDGER_GRADE, LEDGER_SOURCE, AllocatorState
 
+_PROBE_BYTES: Final = 512
+
 
 class ExpandableSegment:
     """One reserved address range and the physical memory mapped into it.
@@ -35,6 +37,10 @@ class ExpandableSegments:
 
     def __init__(self, state: AllocatorState) -> None:
         self._state: Final = state
+
+    def probe(self) -> None:
+        """Reserve and release a little, as torch_npu does whenever it has read settings with expandable segments on."""
+        self._state.hbm.release(self._state.hbm.reserve(_PROBE_BYTES))
 
     def grow(self, pool: BlockPool, size: int, stream: int) -> Block | None:
         """Map memory until some free block has at least ``size`` bytes, and return it, in its pool.
@@ -159,23 +165,32 @@ class ExpandableSegments:
 
     def _map_pages(self, pool: BlockPool, address: int, num_bytes: int, page_bytes: int) -> bool:
         hbm = self._state.hbm
-        handles = []
+        handles: list[int] = []
         for _ in range(num_bytes // page_bytes):
-            try:
-                handles.append(pool.free_physical.pop() if pool.free_physical else self._new_page(pool, page_bytes))
-            except OutOfHbmError:
-                for handle in handles:
-                    hbm.destroy_physical(handle)
+            handle = pool.free_physical.pop() if pool.free_physical else self._new_page(pool, page_bytes)
+            if not handle:
+                for obtained in handles:
+                    hbm.destroy_physical(obtained)
                 return False
+            handles.append(handle)
         for index, handle in enumerate(handles):
             hbm.map(address + index * page_bytes, handle)
         return True
 
     def _new_page(self, pool: BlockPool, page_bytes: int) -> int:
-        label = self._state.ledger_label(pool)
-        return self._state.hbm.create_physical(
-            page_bytes, owner=Owner.TORCH_SEGMENT, label=label, grade=LEDGER_GRADE, source=LEDGER_SOURCE
-        )
+        """Handle of a new page, or 0; one of 1 GiB that fails is asked for once more as ordinary pages."""
+        for _ in range(2 if page_bytes == EXTRA_LARGE_PAGE_BYTES else 1):
+            try:
+                return self._state.hbm.create_physical(
+                    page_bytes,
+                    owner=Owner.TORCH_SEGMENT,
+                    label=self._state.ledger_label(pool),
+                    grade=LEDGER_GRADE,
+                    source=LEDGER_SOURCE,
+                )
+            except OutOfHbmError:
+                continue
+        return 0
 
     def _unmap_pages(self, pool: BlockPool, begin: int, end: int, page_bytes: int, *, keep_physical: bool) -> None:
         self._state.driver.synchronize_device()

@@ -99,7 +99,7 @@ class PrivatePool:
     ) -> None:
         self.pool_id: Final = pool_id
         self.allocator: Final = allocator
-        self.use_on_oom: Final = use_on_oom
+        self.use_on_oom = use_on_oom
         self.no_split: Final = no_split
         self.use_count = 0
         self.num_segments = 0
@@ -114,7 +114,7 @@ class PoolRegistry:
         small: Default pool of small blocks.
         large: Default pool of large blocks.
         private: Private pools by id, in order of creation.
-        freeable: Those of them that nobody holds any more.
+        freeable: Those of them that nobody holds any more. torch_npu has no order of its own among them.
         scopes: Open scopes, outermost first.
     """
 

@@ -41,7 +41,7 @@ class Reclaimer:
             self.wait_for_pending()
             self._release_pool(pools.large, keep_physical=keep_physical)
             self._release_pool(pools.small, keep_physical=keep_physical)
-        for private in list(pools.freeable.values()):
+        for _, private in sorted(pools.freeable.items()):
             if pool_id != NO_POOL:
                 if private.pool_id != pool_id:
                     continue

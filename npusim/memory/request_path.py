@@ -78,11 +78,14 @@ class RequestPath:
         self._out_of_memory_error: Final = out_of_memory_error
         self._pad_bytes: Final = pad_bytes
         self._round_up_bytes: Final = pad_bytes + MIN_BLOCK_BYTES - 1
-        segments, expandable = Segments(state), ExpandableSegments(state)
+        segments = Segments(state)
+        self._expandable: Final = ExpandableSegments(state)
         self._pending: Final = PendingFrees(driver, self._cache)
         self._fit: Final = BestFit(state)
-        self._reclaimer: Final = Reclaimer(state, segments, expandable, self._pending)
-        self._growth: Final = Growth(state, self._fit, segments, expandable, self._pending, self._reclaimer, workspaces)
+        self._reclaimer: Final = Reclaimer(state, segments, self._expandable, self._pending)
+        self._growth: Final = Growth(
+            state, self._fit, segments, self._expandable, self._pending, self._reclaimer, workspaces
+        )
         self._allocated: Final[dict[int, Block]] = {}
         self._pending_blocks: Final = self._pending.blocks
         self._small_pool: Final = self.pools.small
@@ -90,7 +93,7 @@ class RequestPath:
         self._scopes: Final = self.pools.scopes
         self._is_busy = False
         self._late_frees: Final[list[int]] = []
-        self._configure()
+        self._apply(config)
 
     def malloc(self, num_bytes: int, stream: int) -> int:
         """Allocate device memory for use on ``stream`` and return its address; 0 for 0 bytes.
@@ -275,11 +278,13 @@ class RequestPath:
         while self._late_frees:
             self.free(self._late_frees.pop(0))
 
-    def _configure(self) -> None:
-        """Read the settings; to be called after each change."""
-        divisions = self._state.config.roundup_power2_divisions
-        self._divisions = divisions if max(divisions) > 1 else None
+    def _apply(self, config: AllocatorConfig) -> None:
+        """Let settings that were just read come into force."""
+        self._state.config = config
+        self._divisions = config.roundup_power2_divisions if max(config.roundup_power2_divisions) > 1 else None
         self._fit.configure()
+        if config.expandable_segments:
+            self._expandable.probe()
 
 
 def _malloc_nothing(num_bytes: int) -> int:

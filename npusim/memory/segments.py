@@ -23,19 +23,10 @@ class Segments:
         owner = pool.owner
         if owner is not None and owner.allocator is not None:
             address = owner.allocator.alloc(num_bytes, state.device_index, stream)
-            if not address:
-                return None
         else:
-            try:
-                address = state.hbm.malloc(
-                    num_bytes,
-                    owner=Owner.TORCH_SEGMENT,
-                    label=state.ledger_label(pool),
-                    grade=LEDGER_GRADE,
-                    source=LEDGER_SOURCE,
-                )
-            except OutOfHbmError:
-                return None
+            address = self._ask_device(pool, num_bytes)
+        if not address:
+            return None
         if owner is not None:
             owner.num_segments += 1
         statistics = state.statistics
@@ -68,3 +59,19 @@ class Segments:
         if block.size >= state.config.max_split_size:
             state.statistics.oversize_segments.add(-1)
         free_list.remove(block)
+
+    def _ask_device(self, pool: BlockPool, num_bytes: int) -> int:
+        """Address of a device allocation, or 0; pages of 1 GiB that fail are asked for once more as ordinary ones."""
+        num_attempts = 2 if self._state.config.page_size_1g and not pool.is_small else 1
+        for _ in range(num_attempts):
+            try:
+                return self._state.hbm.malloc(
+                    num_bytes,
+                    owner=Owner.TORCH_SEGMENT,
+                    label=self._state.ledger_label(pool),
+                    grade=LEDGER_GRADE,
+                    source=LEDGER_SOURCE,
+                )
+            except OutOfHbmError:
+                continue
+        return 0

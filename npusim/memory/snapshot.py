@@ -65,8 +65,8 @@ def take_snapshot(allocators: Sequence[CachingAllocator], pool_id: PoolId = NO_P
     segments: list[SegmentSnapshot] = []
     traces = []
     for allocator in allocators:
-        segments += allocator.snapshot(pool_id)
         traces.append([_entry(entry, allocator) for entry in allocator.history.entries])
+        segments += allocator.snapshot(pool_id)
     if pool_id == NO_POOL:
         for allocator, trace in zip(allocators, traces, strict=True):
             if allocator.workspaces is not None:

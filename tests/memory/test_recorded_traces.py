@@ -21,11 +21,9 @@ from npusim.memory.rounding import pad_bytes
 from npusim.memory.snapshot import take_snapshot
 
 DATA = Path(__file__).parents[1] / "data" / "allocator"
-TRACE_NAMES = sorted(
-    path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz") if "reports" not in path.name
-)
-
-SNAPSHOT_INTERVAL = 20
+OTHER_RECORDINGS = {"pools_and_settings", "reports"}
+TRACE_NAMES = sorted({path.name.removesuffix(".json.gz") for path in DATA.glob("*.json.gz")} - OTHER_RECORDINGS)
+SNAPSHOT_INTERVAL = 50
 """Traces of 2,000 operations are compared as a whole at every so many steps; all else at every step."""
 
 _STATES = {ALLOCATED: 1, PENDING: 2}
@@ -74,12 +72,22 @@ def compact_snapshot(bench: Any) -> list[list[Any]]:
     return sorted(segments)
 
 
-def digest(snapshot: list[list[Any]]) -> int:
-    """The checksum that the traces have of each snapshot."""
-    return zlib.crc32(json.dumps(snapshot, separators=(",", ":")).encode())
+def listed_snapshot(allocator: Any, pool_id: tuple[int, int] = (0, 0)) -> list[list[Any]]:
+    """All that a snapshot tells, keys left out."""
+    return [
+        [value for key, value in segment.items() if key not in ("device", "frames", "blocks")]
+        + [[[value for key, value in block.items() if key != "frames"] for block in segment["blocks"]]]
+        for segment in allocator.snapshot(pool_id)
+    ]
+
+
+def checksum(shown: Any) -> int:
+    """The checksum that the recordings have of statistics, calls or snapshots."""
+    return zlib.crc32(json.dumps(shown, separators=(",", ":")).encode())
 
 
 REPORTS = load("reports")
+POOL_TRACES = load("pools_and_settings")
 
 
 class Replay:
@@ -119,9 +127,28 @@ class Replay:
             case ["s", stream]:
                 bench.driver.stream = stream
             case ["r", key, stream]:
-                allocator.record_stream(self.addresses[key], stream)
+                if self.addresses.get(key):
+                    allocator.record_stream(self.addresses[key], stream)
             case ["h", held]:
                 bench.driver.held = bool(held)
+            case ["P", key, use_on_oom, no_split]:
+                allocator.create_pool((0, key), use_on_oom=use_on_oom, no_split=no_split)
+            case ["b", key]:
+                allocator.begin_allocate_to_pool((0, key))
+            case ["n", key]:
+                allocator.end_allocate_to_pool((0, key))
+                allocator.release_pool((0, key))
+            case ["d", key]:
+                allocator.destroy_pool((0, key))
+            case ["k", key]:
+                return checksum(listed_snapshot(allocator, (0, key)))
+            case ["x", key, stream]:
+                if self.addresses.get(key):
+                    allocator.erase_stream(self.addresses[key], stream)
+            case ["t", text]:
+                allocator.set_allocator_settings(text)
+            case ["H", enabled, context]:
+                allocator.record_memory_history(enabled, context)
             case ["g"]:
                 return list(bench.hbm.mem_get_info())
             case _:
@@ -131,15 +158,25 @@ class Replay:
 
 @pytest.mark.parametrize("name", [name for name in TRACE_NAMES if "init_error" not in load(name)])
 def test_trace(bench: Any, name: str) -> None:
+    compare(bench, name, SNAPSHOT_INTERVAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in TRACE_NAMES if name.startswith("random_")])
+def test_trace_with_every_snapshot(bench: Any, name: str) -> None:
+    compare(bench, name, 1)
+
+
+def compare(bench: Any, name: str, snapshot_interval: int) -> None:
     trace = load(name)
     replay = Replay(bench, trace)
     keys = trace["stat_keys"]
     expected_stats = dict.fromkeys(keys, 0)
-    interval = SNAPSHOT_INTERVAL if len(trace["ops"]) > 200 else 1
+    interval = snapshot_interval if len(trace["ops"]) > 200 else 1
     log = replay.bench.log
     assert log.events is not None
     for index, (operation, step) in enumerate(zip(trace["ops"], trace["steps"], strict=True)):
-        result, stats, calls, checksum, snapshot = step
+        result, stats, calls, digest, snapshot = step
         log.events.clear()
         where = (index, operation)
         assert (where, replay.step(operation)) == (where, result)
@@ -148,8 +185,27 @@ def test_trace(bench: Any, name: str) -> None:
         assert (where, replay.bench.allocator.memory_stats()) == (where, expected_stats)
         if snapshot is not None or index % interval == 0 or index + 1 == len(trace["ops"]):
             present = compact_snapshot(replay.bench)
-            assert (where, digest(present)) == (where, checksum)
+            assert (where, checksum(present)) == (where, digest)
             assert snapshot is None or (where, present) == (where, snapshot)
+
+
+@pytest.mark.parametrize(
+    "index", [index if index < 12 else pytest.param(index, marks=pytest.mark.slow) for index in range(len(POOL_TRACES))]
+)
+def test_pools_and_settings(bench: Any, index: int) -> None:
+    trace = POOL_TRACES[index]
+    replay = Replay(bench, trace)
+    allocator, log = replay.bench.allocator, replay.bench.log
+    replay.bench.driver.query = lambda event: not replay.bench.driver.held  # the stand-in remembers no completion
+    for number, (operation, step) in enumerate(zip(trace["ops"], trace["steps"], strict=True)):
+        log.events.clear()
+        result = replay.step(operation)
+        stats, calls = list(allocator.memory_stats().values()), device_calls(log.events)
+        present = [result, checksum(stats), checksum(calls), checksum(listed_snapshot(allocator))]
+        assert (number, operation, present) == (number, operation, step)
+    entries = allocator.history.entries
+    events = [[entry.action, entry.address, entry.size, entry.stream, entry.pool_id] for entry in entries]
+    assert checksum(events) == trace["trace"]
 
 
 def test_stat_keys_in_order(bench: Any) -> None:
@@ -210,6 +266,7 @@ class TestReports:
         assert used.allocator.memory_summary(abbreviated=True) == REPORTS["memory_summary_abbreviated"]
 
     def test_snapshot(self, used: Any) -> None:
+        used.allocator.snapshot()  # the recorded program took one before, which is an event too
         snapshot = json.loads(json.dumps(take_snapshot([used.allocator])))
         for shown in (*snapshot["segments"], *snapshot["device_traces"][0]):
             assert shown["stream"] == 0

@@ -17,4 +17,6 @@ def copy_parts(*inputs: Tensor) -> None:
 
 def _is_whole(tensor: Tensor) -> bool:
     has_blocks = platform().storages.of(tensor).npu_format != ND
-    return has_blocks or (tensor.is_contiguous() and tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes())
+    return has_blocks or (
+        tensor.is_contiguous() and tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    )

@@ -1,7 +1,7 @@
 """What all operators of the ATB library share: strided inputs are copied, strided outputs refused.
 
-Their workspaces come from the stream's own allocator, not from the caching allocator, and their sizes are not public; none
-is taken. Grade: assumed.
+Their workspaces come from the stream's own allocator, not from the caching allocator, and their sizes are not public;
+none is taken. Grade: assumed.
 """
 
 from __future__ import annotations

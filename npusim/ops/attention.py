@@ -1,7 +1,7 @@
 """Fused attention for inference (FIA) and its two predecessors.
 
-``npu_fused_infer_attention_score`` takes three tensors of about the output's size: torch_npu makes one like the query, one
-of the output's size to know that size, and then the output.
+``npu_fused_infer_attention_score`` takes three tensors of about the output's size: torch_npu makes one like the query,
+one of the output's size to know that size, and then the output.
 """
 
 from __future__ import annotations
@@ -155,9 +155,31 @@ def _assemble(sequences: Sequence[Tensor], layout: str) -> Tensor:
 
 
 _COMPUTED = frozenset(
-    "query_rope key_rope atten_mask actual_seq_lengths actual_seq_lengths_kv actual_seq_qlen actual_seq_kvlen block_table "
-    "num_heads num_query_heads scale softmax_scale pre_tokens next_tokens input_layout num_key_value_heads sparse_mode "
-    "inner_precise block_size softmax_lse_flag return_softmax_lse workspace out".split()
+    (
+        "query_rope",
+        "key_rope",
+        "atten_mask",
+        "actual_seq_lengths",
+        "actual_seq_lengths_kv",
+        "actual_seq_qlen",
+        "actual_seq_kvlen",
+        "block_table",
+        "num_heads",
+        "num_query_heads",
+        "scale",
+        "softmax_scale",
+        "pre_tokens",
+        "next_tokens",
+        "input_layout",
+        "num_key_value_heads",
+        "sparse_mode",
+        "inner_precise",
+        "block_size",
+        "softmax_lse_flag",
+        "return_softmax_lse",
+        "workspace",
+        "out",
+    )
 )
 
 

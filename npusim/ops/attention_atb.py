@@ -15,7 +15,7 @@ from npusim.torch_backend.tensors import new_like
 
 
 def _ends(lengths: Any) -> list[int]:
-    return torch.as_tensor(lengths).flatten().cumsum(0).tolist()  # type: ignore[no-any-return]
+    return torch.as_tensor(lengths).flatten().cumsum(0).tolist()
 
 
 def _masking(mask: Tensor | None) -> Masking:

@@ -225,8 +225,8 @@ def _check_sdpa(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not query.dtype == key.dtype == value.dtype:
         names = [f"c10::{type_name(tensor.dtype)}" for tensor in (query, key, value)]
         raise refusal(
-            f"Expected query, key, and value to have the same dtype, but got query.dtype: {names[0]} key.dtype: {names[1]} and "
-            f"value.dtype: {names[2]} instead.",
+            f"Expected query, key, and value to have the same dtype, but got query.dtype: {names[0]} key.dtype: "
+            f"{names[1]} and value.dtype: {names[2]} instead.",
             NOT_SUPPORTED,
         )
     if not query.dim() == key.dim() == value.dim() == 4 or query.shape[1] % key.shape[1]:

@@ -1,4 +1,4 @@
-"""Element-wise operators. Each is one kernel that takes strided and broadcast operands as they are; results are contiguous."""
+"""Element-wise operators: one kernel each, for strided and broadcast operands as they are; results are contiguous."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from npusim.ops.shapes import Number, broadcast, floating, operands, with_dim, w
 from npusim.torch_backend.tensors import new_like
 
 SAME_TYPE = (
-    "abs bitwise_not ceil clamp clamp.Tensor clamp_max clamp_min elu floor hardtanh leaky_relu nan_to_num neg relu round "
-    "sgn sign silu softplus square trunc"
+    "abs bitwise_not ceil clamp clamp.Tensor clamp_max clamp_min elu floor hardtanh leaky_relu nan_to_num neg relu "
+    "round sgn sign silu softplus square trunc"
 )
 FLOATING = "acos asin atan cos cosh erf exp expm1 log log10 log1p log2 reciprocal rsqrt sigmoid sin sinh sqrt tan tanh"
 BOOLEAN = "isfinite isnan isneginf isposinf logical_not"
@@ -29,9 +29,10 @@ WITH_SCALAR = (
 COMPARISONS = "eq ge gt le lt ne"
 LOGICAL = "logical_and logical_or logical_xor"
 IN_PLACE = (
-    "abs_ add_.Scalar add_.Tensor bitwise_and_.Tensor bitwise_not_ bitwise_or_.Tensor ceil_ clamp_ clamp_max_ clamp_min_ cos_ "
-    "div_.Tensor exp_ floor_ floor_divide_.Tensor gelu_ log_ logical_not_ mul_.Scalar mul_.Tensor neg_ pow_.Scalar reciprocal_ "
-    "relu_ remainder_.Tensor round_ rsqrt_ sigmoid_ silu_ sin_ sqrt_ square_ sub_.Scalar sub_.Tensor tanh_"
+    "abs_ add_.Scalar add_.Tensor bitwise_and_.Tensor bitwise_not_ bitwise_or_.Tensor ceil_ clamp_ clamp_max_ "
+    "clamp_min_ cos_ div_.Tensor exp_ floor_ floor_divide_.Tensor gelu_ log_ logical_not_ mul_.Scalar mul_.Tensor "
+    "neg_ pow_.Scalar reciprocal_ relu_ remainder_.Tensor round_ rsqrt_ sigmoid_ silu_ sin_ sqrt_ square_ sub_.Scalar "
+    "sub_.Tensor tanh_"
 )
 
 

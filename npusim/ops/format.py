@@ -1,7 +1,7 @@
 """Memory formats: FRACTAL_NZ, in which weights are stored in blocks, and casts to and from it.
 
-A cast tensor keeps its visible size; its storage has the bytes of the blocks, and the format goes with the storage. Values
-are kept in plain order all the same, since nothing can see the blocks.
+A cast tensor keeps its visible size; its storage has the bytes of the blocks, and the format goes with the storage.
+Values are kept in plain order all the same, since nothing can see the blocks.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def empty_with_format(
     _check(acl_format)
     runtime = runtime_of(device)
     kind = dtype or torch.get_default_dtype()
-    if acl_format in PLAIN or len(size) < 2:  # noqa: PLR2004 - blocks are of rows and columns
+    if acl_format in PLAIN or len(size) < 2:
         return new_on(runtime, size, kind)
-    return _blocked(runtime.card.index, tuple(size), contiguous_stride(size), kind, acl_format)
+    return _blocked(runtime.card.index, tuple(size), contiguous_stride(tuple(size)), kind, acl_format)
 
 
 def _same(host: Tensor) -> Tensor:

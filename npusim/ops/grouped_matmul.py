@@ -30,9 +30,9 @@ def _check_lists(split_item: int, num_x: int, num_weights: int, num_groups: int)
         return
     if num_groups and not (num_x == 1 and num_weights == num_groups):
         raise refusal(
-            "Invalid inputs. When split_item = 0 or 1 and input group_list is not None, the following two conditions are "
-            "supposed to be satisfied: (1) length of x equals 1; (2) length of weight equals that of group_list. Actual "
-            f"lengths: x [{num_x}], weight [{num_weights}], group_list [{num_groups}]."
+            "Invalid inputs. When split_item = 0 or 1 and input group_list is not None, the following two conditions "
+            "are supposed to be satisfied: (1) length of x equals 1; (2) length of weight equals that of group_list. "
+            f"Actual lengths: x [{num_x}], weight [{num_weights}], group_list [{num_groups}]."
         )
     if not num_groups and num_x != num_weights:
         raise refusal(
@@ -50,7 +50,8 @@ def _group_rows(ends: Sequence[int]) -> list[int]:
         rows.append(ends[index] - ends[index - 1])
         if rows[-1] < 0:
             raise refusal(
-                f"group_list[{index}] - group_list[{index - 1}] should be larger than or equal to 0, but now is {rows[-1]}.",
+                f"group_list[{index}] - group_list[{index - 1}] should be larger than or equal to 0, but now is "
+                f"{rows[-1]}.",
                 INVALID_VALUE,
             )
     return rows
@@ -138,7 +139,7 @@ def npu_grouped_matmul(
     weight_dtype: int | None = None,
     **_: Any,
 ) -> list[Tensor]:
-    """One result, or (``split_item`` 0 and 1) one for each group, whose rows are read from ``group_list`` on the host."""
+    """One result, or (``split_item`` 0 and 1) one for each group; its rows are read from ``group_list`` on the host."""
     if group_type is None:
         raise refusal("Requires manual passing group_type, current is None.", INVALID_VALUE)
     if group_type not in (-1, 0, SPLIT_K):

@@ -72,8 +72,8 @@ def index_add_(self: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: 
 def _check_index_add(self: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
     if any(tensor.is_cpu for tensor in (self, index, source)):
         raise RuntimeError(
-            f"index_add_(): self, index and source expected to be in the same device, but got (self) {self.device}, (index) "
-            f"{index.device}, and (source) {source.device}"
+            f"index_add_(): self, index and source expected to be in the same device, but got (self) {self.device}, "
+            f"(index) {index.device}, and (source) {source.device}"
         )
     if index.dim() > 1:
         raise IndexError(
@@ -88,7 +88,8 @@ def _check_index_add(self: Tensor, dim: int, index: Tensor, source: Tensor) -> N
     rows = source.shape[dim] if source.dim() else 1
     if index.numel() != rows:
         raise RuntimeError(
-            f"index_add_(): Number of indices ({index.numel()}) should be equal to source.size(dim): ({rows}), for dim: {dim}"
+            f"index_add_(): Number of indices ({index.numel()}) should be equal to source.size(dim): ({rows}), for "
+            f"dim: {dim}"
         )
     if source.dim() and with_dim(self.shape, dim, 0) != with_dim(source.shape, dim, 0):
         raise RuntimeError(
@@ -120,7 +121,7 @@ def scatter_value_(self: Tensor, dim: int, index: Tensor, value: Number) -> Tens
 
 
 def _scatter_into(self: Tensor, dim: int, index: Tensor, src: Tensor | Number, *, out: None) -> Tensor:
-    return self.scatter(dim, index.long(), src)  # type: ignore[arg-type]
+    return self.scatter(dim, index.long(), src)
 
 
 @operator("aten::scatter.src_out", computes=_scatter_into, writes=["out"], overwrites=["out"])
@@ -192,9 +193,9 @@ def searchsorted(
     """Where elements would stand in an ordered sequence."""
     if sorted_sequence.dim() > 1 and sorted_sequence.shape[:-1] != self.shape[:-1]:
         raise RuntimeError(
-            "torch.searchsorted(): boundaries tensor should be 1 dimension or the first N-1 dimensions of boundaries tensor and "
-            f"input value tensor must match, but we got boundaries tensor {list(sorted_sequence.shape)} and input value tensor "
-            f"{list(self.shape)}"
+            "torch.searchsorted(): boundaries tensor should be 1 dimension or the first N-1 dimensions of boundaries "
+            f"tensor and input value tensor must match, but we got boundaries tensor {list(sorted_sequence.shape)} and "
+            f"input value tensor {list(self.shape)}"
         )
     return new_like(self, dtype=torch.int32 if out_int32 else torch.int64)
 

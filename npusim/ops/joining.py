@@ -40,8 +40,8 @@ def _fits(first: Tensor, part: Tensor, dim: int, number: int) -> None:
     for axis, (expected, found) in enumerate(zip(first.shape, part.shape, strict=True)):
         if axis != dim and expected != found:
             raise RuntimeError(
-                f"Sizes of tensors must match except in dimension {dim}. Expected size {expected} but got size {found} for "
-                f"tensor number {number} in the list."
+                f"Sizes of tensors must match except in dimension {dim}. Expected size {expected} but got size {found} "
+                f"for tensor number {number} in the list."
             )
 
 
@@ -54,8 +54,8 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         dtype = torch.promote_types(dtype, tensor.dtype)
         if tensor.shape != first.shape:
             raise RuntimeError(
-                f"stack expects each tensor to be equal size, but got {list(first.shape)} at entry 0 and {list(tensor.shape)} at "
-                f"entry {number}"
+                f"stack expects each tensor to be equal size, but got {list(first.shape)} at entry 0 and "
+                f"{list(tensor.shape)} at entry {number}"
             )
     dim = wrap(dim, first.dim() + 1)
     return new_like(first, (*first.shape[:dim], len(tensors), *first.shape[dim:]), dtype)

@@ -122,7 +122,7 @@ def _matmul_size(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
 
 @operator("aten::matmul", computes=_in_first_type(torch.matmul), is_product=True)
 def matmul(self: Tensor, other: Tensor) -> Tensor:
-    """torch's product for any dimensions, one kernel."""
+    """Torch's product for any dimensions, one kernel."""
     if other.dim() > 1:
         _check_inner(self.shape[:-1].numel(), self.shape[-1], other.shape[-2], other.shape[-1])
     return new_like(self, _matmul_size(self.shape, other.shape))

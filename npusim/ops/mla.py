@@ -1,4 +1,4 @@
-"""Latent attention, sparse attention and its indexers, linear attention: shapes and memory; their numbers are not modelled."""
+"""Latent, sparse and linear attention: shapes and memory; their numbers are not modelled."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def _prolog_v3(
     _check_dims("weight_uk", weight_uk, 3)
     if rope_sin.dim() != dims:
         raise refusal(
-            f"when token_x dim num is {dims}, rope_sin dim num should be {dims}, but the actual value is {rope_sin.dim()}"
+            f"when token_x dim num is {dims}, rope_sin dim num should be {dims}, but the actual value is "
+            f"{rope_sin.dim()}"
         )
     rows = token_x.shape[:-1].numel()
     is_quantised = weights in _FULL_QUANTISATION and caches == 1

@@ -147,9 +147,9 @@ def _check_shared(num_shared: int, num_shared_ranks: int, ep_world_size: int, ep
     if not (none or (num_shared > 0 and num_shared_ranks // num_shared > 0 and num_shared_ranks % num_shared == 0)):
         raise refusal(
             "shared_expert_num and shared_expertrank_num have obvious value situations: 1. shared_expert_num is 1, "
-            "shared_expert_rank_num is 0; 2. shared_expert num is 0, shared_expert_rank_num is 0; 3. shared_expert_num in "
-            "(0, shared_expert_rank_num] and shared_expert_rank_num % shared_expert_num = 0. but the current input value is "
-            f" shared_expert_num: {num_shared}, shared_expert_rank_num: {num_shared_ranks}. "
+            "shared_expert_rank_num is 0; 2. shared_expert num is 0, shared_expert_rank_num is 0; 3. "
+            "shared_expert_num in (0, shared_expert_rank_num] and shared_expert_rank_num % shared_expert_num = 0. but "
+            f"the current input value is  shared_expert_num: {num_shared}, shared_expert_rank_num: {num_shared_ranks}. "
         )
 
 
@@ -175,7 +175,7 @@ def npu_moe_distribute_dispatch_v2(
     y_dtype: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    """Sends each token to its experts' ranks. Results have room for all that could arrive: every token of every rank."""
+    """Sends each token to its experts' ranks. Results have room for all that could arrive: all ranks' tokens."""
     if x.dim() != 2 or expert_ids.dim() != 2:
         raise refusal("The x and expert_ids should be 2D")
     _check_shared(shared_expert_num, shared_expert_rank_num, ep_world_size, ep_rank_id)

@@ -1,6 +1,7 @@
 """Mixture of experts on one rank: which experts a token goes to, and rows in the experts' order and back.
 
-An *entry* is one choice of one token; entries are numbered token by token (``token * k + choice``) unless said otherwise.
+An *entry* is one choice of one token; entries are numbered token by token (``token * k + choice``) unless said
+otherwise.
 """
 
 from __future__ import annotations
@@ -72,11 +73,16 @@ def npu_moe_gating_top_k(x: Tensor, k: int, **_: Any) -> tuple[Tensor, Tensor, T
     return _gating_results(x, k)
 
 
+_ASCEND_PARAMETERS = (
+    *("k_group", "group_count", "group_select_mode", "renorm", "norm_type", "out_flag", "routed_scaling_factor", "eps"),
+    "bias",
+)
+
+
 def _ascend_gating_top_k(
     x: Tensor, k: int, *args: Any, bias_opt: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    names = "k_group group_count group_select_mode renorm norm_type out_flag routed_scaling_factor eps bias".split()
-    return _gating_top_k(x, k, **{"bias": bias_opt, **dict(zip(names, args, strict=False))})
+    return _gating_top_k(x, k, **{"bias": bias_opt, **dict(zip(_ASCEND_PARAMETERS, args, strict=False))})
 
 
 @operator(
@@ -346,7 +352,7 @@ def _token_unpermute(
     rows = permuted_tokens[sorted_indices.long()]
     if probs is None:
         return rows
-    weighted = rows.unflatten(0, (-1, probs.shape[1])).float() * probs.float().unsqueeze(-1)
+    weighted: Tensor = rows.unflatten(0, (-1, probs.shape[1])).float() * probs.float().unsqueeze(-1)
     return weighted.sum(1).to(permuted_tokens.dtype)
 
 
@@ -415,10 +421,7 @@ def npu_moe_finalize_routing(
     """The weighted sum of each token's rows, with biases of the experts and residuals."""
     rows = expanded_permuted_rows
     hidden_size = rows.size(1) if rows.dim() < 3 else rows.shape[2]
-    if scales is not None:
-        num_tokens = scales.shape[0]
-    else:
-        num_tokens = expanded_src_to_dst_row.shape[0] // (k or 1)
+    num_tokens = scales.shape[0] if scales is not None else expanded_src_to_dst_row.shape[0] // (k or 1)
     return new_like(rows, (num_tokens, hidden_size))
 
 

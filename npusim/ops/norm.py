@@ -235,8 +235,8 @@ def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | No
     wanted = tuple(normalized_shape)
     if tuple(input.shape[max(input.dim() - len(wanted), 0) :]) != wanted:
         raise RuntimeError(
-            f"Given normalized_shape={list(wanted)}, expected input with shape [*{', '.join(map(str, wanted))}], but got input "
-            f"of size{list(input.shape)}"
+            f"Given normalized_shape={list(wanted)}, expected input with shape [*{', '.join(map(str, wanted))}], but "
+            f"got input of size{list(input.shape)}"
         )
     if weight is not None and tuple(weight.shape) != wanted:
         raise RuntimeError(_differs("weight", weight, wanted))

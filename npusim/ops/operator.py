@@ -6,10 +6,10 @@ A declaration is a few lines::
     def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
         return new_like(input, halved(input.shape, dim))
 
-The function body makes the operator's results, and its temporaries as local variables, in torch_npu's order, so that the
-caching allocator sees what it would see on a card. It names the arguments that matter; ``**_`` takes the others.
-``computes`` gets the same arguments on the host; an operator of torch itself that says nothing is computed by torch's CPU
-kernel. The vendor's schemas are in ``schemas.txt``.
+The function body makes the operator's results, and its temporaries as local variables, in torch_npu's order, so that
+the caching allocator sees what it would see on a card. It names the arguments that matter; ``**_`` takes the others.
+``computes`` gets the same arguments on the host; an operator of torch itself that says nothing is computed by torch's
+CPU kernel. The vendor's schemas are in ``schemas.txt``.
 """
 
 from __future__ import annotations
@@ -168,9 +168,11 @@ def operator(
     """Declare an operator of device ``npu``.
 
     Args:
-        name: ``namespace::name`` or ``namespace::name.overload``: one of torch's own operators (``aten``), or a vendor's
+        name: ``namespace::name`` or ``namespace::name.overload``: one of torch's own operators (``aten``), or a
+        vendor's
             with a schema in ``schemas.txt``.
-        computes: Its results from host tensors; called with the operator's arguments. If the operator writes to arguments,
+        computes: Its results from host tensors; called with the operator's arguments. If the operator writes to
+        arguments,
             their new values come first, in the order of ``writes``, then those of new results. Default: for torch's own
             operators their CPU kernel, for others nothing.
         writes: Names of the arguments it writes to.
@@ -225,7 +227,7 @@ def _aten(name: str) -> Any:
 
 
 class _HostKernel:
-    """One of torch's own operators on host tensors; what it writes to is copied first, and returned before its results."""
+    """One of torch's own operators on host tensors; copies of what it writes to come before its results."""
 
     def __init__(self, name: str, writes: tuple[int, ...]) -> None:
         self._kernel = _aten(name)

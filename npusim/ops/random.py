@@ -1,7 +1,7 @@
 """Random numbers: drawn from the device's generator when called, computed when read.
 
-Each draw is a stream of NumPy's Philox bit generator with the device's (seed, offset) as key, so numbers do not depend on
-which other draws were ever read. Grade: assumed (not the device's own Philox stream; the distributions are right).
+Each draw is a stream of NumPy's Philox bit generator with the device's (seed, offset) as key, so numbers do not depend
+on which other draws were ever read. Grade: assumed (not the device's own Philox stream; the distributions are right).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Stream:
 
 
 def draw(target: Tensor, generator: torch.Generator | None, numbers: Callable[[_Stream, int], NDArray[Any]]) -> None:
-    """Fill ``target`` with what ``numbers`` makes of a new stream, keyed by ``generator`` or else by the device's own."""
+    """Fill ``target`` with what ``numbers`` makes of a new stream of ``generator``, or else of the device's own."""
     active = platform()
     default = active.runtimes[target.device.index].random
     key = default.advance() if generator is None else draw_key(generator)

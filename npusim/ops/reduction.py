@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ def _truth(self: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     return new_like(self, reduced(self.shape, dim, keepdim=keepdim), dtype)
 
 
-for _name, _allocate in {
+_BY_SHAPE: dict[str, Callable[..., Any]] = {
     "amax": _extreme,
     "amin": _extreme,
     "max": _extreme_of_all,
@@ -81,7 +81,8 @@ for _name, _allocate in {
     "any.dim": _truth,
     "all": _truth,
     "all.dim": _truth,
-}.items():
+}
+for _name, _allocate in _BY_SHAPE.items():
     operator(f"aten::{_name}")(_allocate)
 
 
@@ -134,7 +135,7 @@ for _name in ("_softmax", "_log_softmax"):
 
 
 def sorted_places(x: Tensor, *, descending: bool) -> Tensor:
-    """Indices that sort each row, equal numbers in their order; float rows through integer keys, which sort much faster."""
+    """Indices that sort each row, equal numbers in order; float rows through integer keys, which sort much faster."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.int32) or not 0 < x.shape[-1] < 1 << 31:
         return torch.sort(x, dim=-1, descending=descending, stable=True).indices
     if x.is_floating_point():

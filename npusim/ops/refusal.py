@@ -46,8 +46,8 @@ def wrong_device(hosts: Sequence[Tensor]) -> None:
     """
     if any(tensor.dim() for tensor in hosts):
         raise refusal(
-            "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input tensor device "
-            "is correct.",
+            "Expected all tensors to be on the same device. Expected NPU tensor, please check whether the input "
+            "tensor device is correct.",
             INVALID_TYPE,
         )
 
@@ -75,7 +75,7 @@ def devices_differ(
             if tensor.device != common:
                 suffix = f"{name}_out" if outs else name
                 raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but got {parameter} is on {tensor.device}, different from "
-                    f"other tensors on {common} (when checking argument in method "
+                    f"Expected all tensors to be on the same device, but got {parameter} is on {tensor.device}, "
+                    f"different from other tensors on {common} (when checking argument in method "
                     f"wrapper_{'NPU_' if namespace == 'aten' else ''}{overload}_{suffix})"
                 )

@@ -44,7 +44,7 @@ class _Kept:
 def npu_rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool
 ) -> None:
-    """In place; angles come from caches that the first call made of its ``cos_sin_cache`` and that are never made anew."""
+    """In place; angles come from caches that the first call made of its ``cos_sin_cache``, for good."""
     ranks = platform().ranks
     slot = "_npu_rotary_embedding", ranks.current
     kept: _Kept = ranks.attached.get(slot) or ranks.attached.setdefault(slot, _Kept(cos_sin_cache))

@@ -36,7 +36,7 @@ def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = 
 def npu_top_k_top_p_sample(
     logits: Tensor, top_k: Tensor, top_p: Tensor, q: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """Sampled tokens and filtered logits, which are made even if not asked for; 12 bytes more for each logit meanwhile."""
+    """Sampled tokens and filtered logits, made even if not asked for; 12 bytes more for each logit meanwhile."""
     rows, width = logits.shape
     selected = new_like(logits, (rows, width), torch.float32)
     order = new_like(logits, (rows, width), torch.int64)

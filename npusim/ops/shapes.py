@@ -104,7 +104,7 @@ QUINT4X2 = 16
 
 
 def scalar_type(code: int) -> torch.dtype:
-    """The type that a number names in operators that take ``int dst_type``: torch's numbers, torch_npu's own from 256 on.
+    """The type behind an ``int dst_type``: torch's numbers, and torch_npu's own from 256 on.
 
     Raises:
         UnmodelledCallError: A number that is not known here.

@@ -18,7 +18,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def _expand(self: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The indices on the device and without masks: a mask becomes the places of its true elements, dimension by dimension."""
+    """The indices on the device and without masks: a mask becomes the places of its true elements."""
     expanded: list[Tensor | None] = []
     for index in indices:
         if index is None or index.dtype in (torch.int64, torch.int32):
@@ -40,8 +40,8 @@ def _check_mask(self: Tensor, mask: Tensor, num_before: int) -> None:
         dim = num_before + offset
         if extent != (self.shape[dim] if dim < self.dim() else None):
             raise IndexError(
-                f"The shape of the mask {list(mask.shape)} at index {offset} does not match the shape of the indexed tensor "
-                f"{list(self.shape)} at index {dim}"
+                f"The shape of the mask {list(mask.shape)} at index {offset} does not match the shape of the indexed "
+                f"tensor {list(self.shape)} at index {dim}"
             )
 
 
@@ -89,7 +89,9 @@ def _subscript(given: Sequence[bool], hosts: Sequence[Tensor]) -> tuple[Any, ...
 def index_put_(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Tensor:
     """``self[indices] = values``; int32 indices are copied to int64, one value under a mask is filled in."""
     if self.is_cpu:
-        raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu!")
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, npu:0 and cpu!"
+        )
     if values.numel() == 1 and not accumulate and all(index is None or index.dtype in _MASKS for index in indices):
         mask = _single_mask(self, indices)
         if mask is not None:
@@ -98,8 +100,8 @@ def index_put_(self: Tensor, indices: Sequence[Tensor | None], values: Tensor, a
     size = _indexed_size(self.shape, expanded)
     if not _stretches(values.shape, size):
         raise refusal(
-            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of shape "
-            f"{list(size)}"
+            f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast to indexing result of "
+            f"shape {list(size)}"
         )
     tensors = []
     for index in expanded:

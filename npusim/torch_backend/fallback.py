@@ -1,6 +1,7 @@
-"""What an ``aten`` operator without a kernel of its own does: outputs sized by torch's meta kernels, values by its CPU ones.
+"""What an ``aten`` operator without a kernel of its own does: shapes by torch's meta kernels, values by its CPU ones.
 
-Grade: assumed where torch_npu would allocate temporaries, too; those operators get kernels of their own in ``npusim.ops``.
+Grade: assumed where torch_npu would allocate temporaries, too; those operators get kernels of their own in
+``npusim.ops``.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     values = platform().values
     if name in SHAPE_FOLLOWS_VALUES:
         results = run([values.read(tensor) for tensor in inputs], "cpu")
-        outputs = pytree.tree_map_only(torch.Tensor, lambda host: _upload(host, device), results)
-        return outputs
+        return pytree.tree_map_only(torch.Tensor, lambda host: _upload(host, device), results)
     metas = [stand_in(tensor) for tensor in inputs]
     shapes = run(metas, "meta")
     written, overwritten = _written(op, args, kwargs)
@@ -81,7 +81,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Device:
-    """Stands for a device tensor among the leaves of a call: a computation that nobody asks for must not keep its memory."""
+    """Stands for a device tensor in a call: a computation that nobody asks for must not keep its memory."""
 
 
 _DEVICE = _Device()
@@ -120,7 +120,7 @@ def _device_argument(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The simulated tensors that the operator writes to, by its schema; and those of them that it does not read (``out=``)."""
+    """The simulated tensors that the operator writes to, by its schema; those of them that it does not read."""
     written: list[torch.Tensor] = []
     overwritten: list[torch.Tensor] = []
     for position, argument in enumerate(op._schema.arguments):

@@ -89,7 +89,9 @@ class Kind(StrEnum):
     NOT_REFUSED = "torch_npu refuses arguments that nobody passes; the double does not look"
     FORMATS = "blocked memory formats through an operator that is not a cast or a product"
     ALLOCATIONS = "other memory for an odd form of the arguments: more dimensions, other types"
-    RESULT = "another type or stride of the result for an odd form of the arguments, or another value of unknown numbers"
+    RESULT = (
+        "another type or stride of the result for an odd form of the arguments, or another value of unknown numbers"
+    )
 
 
 class _Recorder:
@@ -102,7 +104,7 @@ class _Recorder:
         malloc, free = allocator.malloc, allocator.free
 
         def recording_malloc(num_bytes: int, stream: int) -> int:
-            address = malloc(num_bytes, stream)
+            address: int = malloc(num_bytes, stream)
             if num_bytes:
                 self._sizes[address] = num_bytes
                 self.events.append(["a", num_bytes])
@@ -226,8 +228,8 @@ class Replayer:
         stride = tuple(recorded.get("s") or contiguous_stride(size))
         offset = recorded.get("o", 0)
         if recorded.get("dev", "npu") == "cpu":
-            storage = torch.empty(recorded["b"] // dtype.itemsize, dtype=dtype)
-            return torch.as_strided(storage, size, stride, offset)
+            host = torch.empty(recorded["b"] // dtype.itemsize, dtype=dtype)
+            return torch.as_strided(host, size, stride, offset)
         storages: StorageTable = self.world.storages
         in_order = None
         if recorded.get("f", 2) not in PLAIN_FORMATS:  # cast from one in order, which leaves its mark on the allocator

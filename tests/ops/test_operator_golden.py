@@ -1,4 +1,4 @@
-"""Every operator does to the allocator, and returns, what torch_npu's own was recorded to do; or the ledger says why not."""
+"""Every operator allocates and returns what torch_npu's own was recorded to; or the ledger says why not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 
 from tests.ops.operator_replay import LEDGER, Kind, Record, Replayer, families, is_call, records
 
-CALLS = {
-    family: calls for family in families() if (calls := [record for record in records(family) if is_call(record)])
-}
+CALLS = {family: calls for family in families() if (calls := [record for record in records(family) if is_call(record)])}
 
 
 def _ledger() -> dict[tuple[str, int], Kind]:
@@ -26,7 +24,7 @@ def _ledger() -> dict[tuple[str, int], Kind]:
 
 
 def _sample(calls: list[Record]) -> Iterator[Record]:
-    """Every call that the recorder's authors wrote, each operator's first, and a quarter of the systematic variations."""
+    """Every call that is no systematic variation, each operator's first, and a quarter of the variations."""
     seen = set()
     for record in calls:
         is_variation = str(record.get("tag")).startswith("auto")

@@ -13,4 +13,5 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "support_operators.md"
 
 def test_the_document_is_current() -> None:
     ledger = json.loads(LEDGER.read_text(encoding="utf-8"))
-    assert DOCUMENT.read_text(encoding="utf-8") == table(ledger)
+    is_current = DOCUMENT.read_text(encoding="utf-8") == table(ledger)
+    assert is_current, "run: python -m npusim.ops.support tests/data/operators/ledger.json > docs/support_operators.md"

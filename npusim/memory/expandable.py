@@ -99,6 +99,7 @@ class ExpandableSegments:
         statistics.num_device_free += 1
         if pool.owner is not None:
             pool.owner.num_segments -= 1
+            pool.owner.reserved_bytes -= end - begin
         self._state.history.record_segment("segment_unmap", block, begin, end - begin)
         if not block.is_split:
             del holes[block.address]
@@ -160,6 +161,8 @@ class ExpandableSegments:
         statistics = self._state.statistics
         statistics.reserve(num_bytes, is_small=pool.is_small)
         statistics.num_device_alloc += 1
+        if pool.owner is not None:
+            pool.owner.reserved_bytes += num_bytes
         self._state.history.record_segment("segment_map", hole, mapped_address, num_bytes)
         return True
 

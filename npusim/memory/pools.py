@@ -82,7 +82,8 @@ class PrivatePool:
 
     Attributes:
         use_count: Scopes and owners that hold it; at 0 its free memory may be given back.
-        num_segments: Segments (or, if expandable, mapped ranges) not given back yet.
+        num_segments: Segments not given back; of expandable ones times grown minus times shrunk, as torch_npu counts.
+        reserved_bytes: Memory that it holds.
         allocator: Makes its segments instead of the device, unless segments are expandable.
         use_on_oom: Default-pool requests may take its free blocks when the device is full.
         no_split: Its blocks are never split.
@@ -102,7 +103,7 @@ class PrivatePool:
         self.use_on_oom = use_on_oom
         self.no_split: Final = no_split
         self.use_count = 0
-        self.num_segments = 0
+        self.num_segments = self.reserved_bytes = 0
         self.small: Final = BlockPool(is_small=True, counters=statistics.small, owner=self)
         self.large: Final = BlockPool(is_small=False, counters=statistics.large, owner=self)
 
@@ -146,13 +147,17 @@ class PoolRegistry:
         """Count one more holder of a private pool, and make the pool if there is none of that id.
 
         The options count only when the pool is made.
+
+        Raises:
+            RuntimeError: The pool was let go of by all before, but still holds memory.
         """
         pool = self.private.get(pool_id)
         if pool is None:
             pool = self.private[pool_id] = PrivatePool(
                 pool_id, self._statistics, allocator=allocator, use_on_oom=use_on_oom, no_split=no_split
             )
-        self.freeable.pop(pool_id, None)
+        if pool_id in self.freeable:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED, please report a bug to PyTorch. ")
         pool.use_count += 1
 
     def begin_scope(self, pool_id: PoolId, matches: StreamPredicate) -> None:

@@ -48,7 +48,7 @@ class Reclaimer:
                 self.wait_for_pending(private)
             self._release_pool(private.small, keep_physical=keep_physical)
             self._release_pool(private.large, keep_physical=keep_physical)
-            if private.num_segments == 0:
+            if private.num_segments <= 0 and not private.reserved_bytes:
                 pools.drop(private.pool_id)
 
     def wait_for_pending(self, pool: PrivatePool | None = None) -> None:

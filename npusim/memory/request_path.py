@@ -107,10 +107,10 @@ class RequestPath:
         if self._is_busy:
             raise WorldError("the allocator was asked for memory while at work on another request")
         self._is_busy = True
-        history = self.history
-        if history.enabled:
-            history.enter_request()
         try:
+            history = self.history
+            if history.enabled:
+                history.enter_request()
             reaped = self._growth.reap_before_search() if self._pending_blocks else False
             if self._divisions is None:
                 size = (num_bytes + self._round_up_bytes) & -MIN_BLOCK_BYTES

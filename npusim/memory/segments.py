@@ -29,6 +29,7 @@ class Segments:
             return None
         if owner is not None:
             owner.num_segments += 1
+            owner.reserved_bytes += num_bytes
         statistics = state.statistics
         statistics.count_segments(1, is_small=pool.is_small)
         statistics.reserve(num_bytes, is_small=pool.is_small)
@@ -54,6 +55,7 @@ class Segments:
             state.hbm.free(block.address)
         if owner is not None:
             owner.num_segments -= 1
+            owner.reserved_bytes -= block.size
         state.statistics.count_segments(-1, is_small=pool.is_small)
         state.statistics.reserve(-block.size, is_small=pool.is_small)
         if block.size >= state.config.max_split_size:

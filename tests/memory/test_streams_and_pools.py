@@ -137,6 +137,31 @@ def test_scopes_are_opened_and_closed_once(bench: MakeBench) -> None:
         allocator.release_pool((0, 1))
 
 
+def test_pool_that_all_let_go_of_is_not_taken_up_again(bench: MakeBench) -> None:
+    device = bench()
+    device.allocator.begin_allocate_to_pool((0, 1))
+    device.malloc(1000, 0)
+    device.allocator.end_allocate_to_pool((0, 1))
+    device.allocator.release_pool((0, 1))
+    with pytest.raises(RuntimeError, match="use_count > 0 INTERNAL ASSERT FAILED"):
+        device.allocator.begin_allocate_to_pool((0, 1))
+
+
+def test_pool_with_a_live_block_stays_though_it_shrank_as_often_as_it_grew(bench: MakeBench) -> None:
+    device = bench(conf="expandable_segments:True")
+    allocator = device.allocator
+    allocator.begin_allocate_to_pool((0, 1))
+    device.free(device.malloc(60 * MIB, 0))
+    address = device.malloc(2 * MIB, 0)
+    allocator.end_allocate_to_pool((0, 1))
+    allocator.release_pool((0, 1))
+    allocator.empty_cache()
+    assert device.layout() == "Lxp@0[2097664*,18873856-]"
+    device.free(address)
+    allocator.empty_cache()
+    assert (device.layout(), device.ledger.used_bytes) == ("", 0)
+
+
 def test_empty_cache_of_one_pool(bench: MakeBench) -> None:
     device = bench()
     allocator = device.allocator

@@ -15,7 +15,7 @@ class constexpr:  # noqa: N801 - triton's name
     """
 
     def __init__(self, value: Any) -> None:
-        self.value = value.value if isinstance(value, constexpr) else value
+        self.value: Any = value.value if isinstance(value, constexpr) else value
 
 
 class KernelOnly:

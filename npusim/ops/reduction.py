@@ -230,3 +230,53 @@ def count_nonzero(self: Tensor, dim: Sequence[int]) -> Tensor:
     result = new_like(self, reduced(self.shape, dim), torch.int64)
     del marks
     return result
+
+
+@operator("aten::var.correction")
+def var(self: Tensor, dim: Dims = None, *, correction: Number | None = None, keepdim: bool = False) -> Tensor:
+    """Variance."""
+    return new_like(self, reduced(self.shape, dim, keepdim=keepdim))
+
+
+@operator("aten::std.correction")
+def std(self: Tensor, dim: Dims = None, *, correction: Number | None = None, keepdim: bool = False) -> Tensor:
+    """Standard deviation."""
+    return new_like(self, reduced(self.shape, dim, keepdim=keepdim))
+
+
+def _vector_norm(
+    self: Tensor,
+    ord: Number = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: None,
+) -> Tensor:
+    return torch.linalg.vector_norm(self, ord, dim, keepdim, dtype=dtype)
+
+
+@operator("aten::linalg_vector_norm.out", computes=_vector_norm, writes=["out"], overwrites=["out"])
+def vector_norm(
+    self: Tensor,
+    ord: Number = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor,
+) -> Tensor:
+    """The root of a sum of powers."""
+    size = reduced(self.shape, dim, keepdim=keepdim)
+    return out if out.shape == size else out.resize_(size)
+
+
+def _norm(self: Tensor, p: Number | None, dim: Sequence[int], keepdim: bool = False, *, out: None) -> Tensor:
+    return torch.linalg.vector_norm(self, 2 if p is None else p, dim, keepdim)
+
+
+@operator("aten::norm.out", computes=_norm, writes=["out"], overwrites=["out"])
+def norm(self: Tensor, p: Number | None, dim: Sequence[int], keepdim: bool = False, *, out: Tensor) -> Tensor:
+    """The same by its older name."""
+    size = reduced(self.shape, dim, keepdim=keepdim)
+    return out if out.shape == size else out.resize_(size)

@@ -50,7 +50,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator on simulated tensors.
 
     Raises:
-        UnmodelledCallError: It is not one of torch's own operators, so nothing is known about it.
+        UnmodelledCallError: It is not one of torch's own operators, or one whose shapes torch cannot tell.
     """
     name = _name(op)
     if op.namespace != "aten":
@@ -67,7 +67,10 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
         results = run([values.read(tensor) for tensor in inputs], "cpu")
         return pytree.tree_map_only(torch.Tensor, lambda host: _upload(host, device), results)
     metas = [stand_in(tensor) for tensor in inputs]
-    shapes = run(metas, "meta")
+    try:
+        shapes = run(metas, "meta")
+    except NotImplementedError:
+        raise UnmodelledCallError(f"operator {name} is not modelled on the simulated device") from None
     written, overwritten = _written(op, args, kwargs)
     if written:
         return _in_place(written, overwritten, metas, inputs, shapes, run)

@@ -132,6 +132,12 @@ def resize(tensor: torch.Tensor, size: Sequence[int], memory_format: torch.memor
     return set_storage(tensor, storage, offset_of(tensor), size, stride)
 
 
+def _launch(tensor: torch.Tensor, name: str) -> None:
+    """A kernel that writes to ``tensor`` was queued."""
+    runtime = platform().runtimes[tensor.device.index]
+    runtime.card.launch(name, runtime.current_stream())
+
+
 @kernel("aten", "_copy_from")
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """``target.copy_(source)`` where at least one side is on a device."""
@@ -143,6 +149,7 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     elif not is_simulated(source):
         values.write(target, source.expand(target.shape))
     elif source.numel():
+        _launch(target, "aten::copy_")
         shape = target.shape  # not the target itself: a computation that nobody asks for must not keep its memory
         values.update((target,), (source,), lambda host: host.expand(shape))
     return target
@@ -178,6 +185,7 @@ def local_scalar_dense(tensor: torch.Tensor) -> bool | int | float | complex:
 @kernel("aten", "fill_.Scalar")
 def fill_scalar(tensor: torch.Tensor, value: complex) -> torch.Tensor:
     """``Tensor.fill_``; no memory."""
+    _launch(tensor, "aten::fill_")
     shape, dtype = tuple(tensor.shape), tensor.dtype
     platform().values.update((tensor,), (), lambda: torch.full(shape, value, dtype=dtype, device="cpu"))
     return tensor
@@ -229,6 +237,7 @@ def _copy_of(
     if not tensor.numel():
         return result
     if is_simulated(tensor):
+        _launch(result, "aten::copy_")
         platform().values.compute((result,), (tensor,), lambda host: host)
     else:
         platform().values.write(result, tensor)

@@ -305,13 +305,13 @@ class ShapeValues(_Values):
                     record.value = self._lazy(value.host, record.num_bytes, value.depth, left)
 
     def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:
-        """See :class:`Values`; what follows is unknown."""
+        """See :class:`Values`; what follows a storage that is known is zeros."""
         if value is None:
             return None
-        ranges = without_range(value.ranges or ((0, num_bytes),), new_num_bytes, max(num_bytes, new_num_bytes))
-        return (
-            self._lazy(partial(_prefix, value, new_num_bytes), new_num_bytes, value.depth, ranges) if ranges else None
-        )
+        ranges = value.ranges
+        if ranges is not None and new_num_bytes < num_bytes:
+            ranges = without_range(ranges, new_num_bytes, num_bytes)
+        return self._lazy(partial(_prefix, value, new_num_bytes), new_num_bytes, value.depth, ranges)
 
     def _write(self, targets: Sequence[torch.Tensor], computation: _Computation) -> None:
         for position, target in enumerate(targets):

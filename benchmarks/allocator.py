@@ -47,7 +47,7 @@ def pairs_per_second(conf: str, num_live: int, draw_size: Callable[[random.Rando
 
 
 def model_like_trace() -> list[tuple[int, int]]:
-    """Allocations (key, bytes) and frees (key, 0) of many forward passes: weights that stay, activations that do not."""
+    """Allocations (key, bytes) and frees (key, 0) of many forward passes: weights stay, activations do not."""
     choices = random.Random(1)
     trace = [(key, choices.randrange(1 << 20, 64 << 20)) for key in range(300)]
     key, activations = len(trace), []

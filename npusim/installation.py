@@ -13,7 +13,7 @@ VENDOR_PATH = str(Path(__file__).parent / "vendor")
 
 
 def expose_doubles() -> None:
-    """Let ``import torch_npu`` and ``import xlite`` find the doubles; the import registers device ``npu`` with torch."""
+    """Let ``import torch_npu`` and ``import xlite`` find the doubles; importing them registers device ``npu``."""
     if VENDOR_PATH not in sys.path:
         sys.path.insert(0, VENDOR_PATH)
 

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from npusim.ops.operator import operator
-from npusim.ops.shapes import Number
+
+Real = int | float
 
 
-def _arange(start: Number, end: Number, step: Number = 1, *, out: None) -> Tensor:  # noqa: ARG001 - the operator's argument
+def _arange(start: Real, end: Real, step: Real = 1, *, out: None) -> Tensor:
     return torch.arange(start, end, step)
 
 
-def _num_steps(start: Number, end: Number, step: Number) -> int:
+def _num_steps(start: Real, end: Real, step: Real) -> int:
     if step == 0:
         raise RuntimeError("step must be nonzero")
     if (end - start) * step < 0:
@@ -24,7 +25,7 @@ def _num_steps(start: Number, end: Number, step: Number) -> int:
 
 
 @operator("aten::arange.start_out", computes=_arange, writes=["out"], overwrites=["out"])
-def arange(start: Number, end: Number, step: Number = 1, *, out: Tensor) -> Tensor:
-    """Numbers from ``start`` up to ``end``, in ``out``."""
+def arange(start: Real, end: Real, step: Real = 1, *, out: Tensor) -> Tensor:
+    """Reals from ``start`` up to ``end``, in ``out``."""
     size = (_num_steps(start, end, step),)
     return out if out.shape == size else out.resize_(size)

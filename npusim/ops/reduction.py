@@ -253,7 +253,8 @@ def _vector_norm(
     dtype: torch.dtype | None = None,
     out: None,
 ) -> Tensor:
-    return torch.linalg.vector_norm(self, ord, dim, keepdim, dtype=dtype)
+    result: Tensor = torch.linalg.vector_norm(self, ord, dim, keepdim, dtype=dtype)
+    return result
 
 
 @operator("aten::linalg_vector_norm.out", computes=_vector_norm, writes=["out"], overwrites=["out"])
@@ -272,7 +273,8 @@ def vector_norm(
 
 
 def _norm(self: Tensor, p: Number | None, dim: Sequence[int], keepdim: bool = False, *, out: None) -> Tensor:
-    return torch.linalg.vector_norm(self, 2 if p is None else p, dim, keepdim)
+    result: Tensor = torch.linalg.vector_norm(self, 2 if p is None else p, dim, keepdim)
+    return result
 
 
 @operator("aten::norm.out", computes=_norm, writes=["out"], overwrites=["out"])

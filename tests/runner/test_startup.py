@@ -188,7 +188,7 @@ def test_ledger_is_all_of_the_used_memory(start_scenario):
 def predicted_tokens(start_scenario, short_model, policy, profile):
     """Tokens of the published configuration if its devices had this profile.
 
-    Only non-torch memory depends on what the profile calibrates, by an amount that the number of layers does not change.
+    What the profile calibrates is part of non-torch memory; by how much does not depend on the number of layers.
     """
     rank = start_scenario(SEED, policy).limiting_rank
     calibrated, blind = (

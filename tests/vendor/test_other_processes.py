@@ -136,7 +136,7 @@ def test_rotary_kernel_in_place(npu_world, is_neox):
 def test_other_kernels_raise(npu_world):
     import triton
 
-    with pytest.raises(UnmodelledCallError, match="Triton kernel .*triton_rope is not modelled"):
+    with pytest.raises(UnmodelledCallError, match=r"Triton kernel .*triton_rope is not modelled"):
         triton.jit(triton_rope)[(1,)](1, 2, 3, 4, 5, 6, 7)
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 def preserved_stride(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a dense tensor of this size whose dimensions lie in the same order (``torch.preserve_format``).
 
-    torch's own meta kernel would tell, but its first use imports a compiler. Rule: ``at::infer_dense_strides``; a tensor
-    that is dense already, or empty, keeps its strides.
+    torch's own meta kernel would tell, but its first use imports a compiler. Rule: ``at::infer_dense_strides``; a
+    tensor that is dense already, or empty, keeps its strides.
     """
     inner_first = list(reversed(range(len(size))))
     for end in range(1, len(inner_first)):

@@ -13,6 +13,7 @@ FAMILIES = (
     "creation",
     "elementwise",
     "format",
+    "gradients",
     "grouped_matmul",
     "indexing",
     "joining",

@@ -221,9 +221,12 @@ def npu_attention_update(lse: Sequence[Tensor], local_out: Sequence[Tensor], upd
 # ---- torch's
 
 
+_BUILT_IN = {torch.float32: "float", torch.float64: "double", torch.int32: "int", torch.int64: "long int"}
+
+
 def _check_sdpa(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not query.dtype == key.dtype == value.dtype:
-        names = [f"c10::{type_name(tensor.dtype)}" for tensor in (query, key, value)]
+        names = [_BUILT_IN.get(t.dtype, f"c10::{type_name(t.dtype)}") for t in (query, key, value)]
         raise refusal(
             f"Expected query, key, and value to have the same dtype, but got query.dtype: {names[0]} key.dtype: "
             f"{names[1]} and value.dtype: {names[2]} instead.",

@@ -201,3 +201,13 @@ def npu_bmm_v2(input: Tensor, mat2: Tensor, output_sizes: Sequence[int]) -> Tens
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.transpose(-1, -2).is_contiguous())
+
+
+@operator("npu::npu_prefetch")
+def npu_prefetch(input: Tensor, dependency: Tensor | None, max_size: int, offset: int = 0) -> None:
+    """Moves a weight towards the next product; takes no memory."""
+    if max_size <= 0:
+        raise refusal(f"max_size should be greater than zero, but got {max_size}")
+    size = input.numel() * input.itemsize
+    if not 0 <= offset < size:
+        raise refusal(f"offset out of range of tensor size, tensor size: {size}, offset: {offset}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from npusim.errors import UnmodelledCallError
 from npusim.ops.atb import launch
 from npusim.ops.operator import Hosts, operator
-from npusim.ops.refusal import INVALID_TYPE, refusal
+from npusim.ops.refusal import INVALID_TYPE, NOT_SUPPORTED, refusal
 from npusim.ops.shapes import INT4, QUINT4X2, broadcast, scalar_type
 from npusim.torch_backend.tensors import new_like
 
@@ -97,6 +97,8 @@ def npu_dynamic_block_quant(
     x: Tensor, *, dst_type: int = 1, row_block_size: int = 1, col_block_size: int = 128, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Quantised blocks and their scales."""
+    if x.dim() not in (2, 3):
+        raise refusal("x must be 2 or 3 dimensional.", NOT_SUPPORTED)
     *batch, rows, columns = x.shape
     blocks = (*batch, -(-rows // row_block_size), -(-columns // col_block_size))
     return new_like(x, dtype=scalar_type(dst_type)), new_like(x, blocks, torch.float32)
@@ -276,9 +278,7 @@ def npu_weight_quant_batchmatmul(
     elif packed:
         rows *= _INT4_IN_INT32
     if x.shape[-1] != rows:
-        raise RuntimeError(
-            f"The k of x and weight should be equal. but x_k_dim is {x.shape[-1]}, weight_k_dim is {rows}"
-        )
+        raise refusal(f"The k of x and weight should be equal. but x_k_dim is {x.shape[-1]}, weight_k_dim is {rows}")
     size = (*broadcast(x.shape[:-2], weight.shape[:-2]), x.shape[-2], columns)
     return new_like(x, size, x.dtype if quant_scale is None else torch.int8)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npusim.ops.operator import operator
+from npusim.ops.operator import SYSTEM_WORKSPACE_BYTES, operator
 from npusim.ops.reduction import sorted_places
 from npusim.torch_backend.tensors import new_like
 
@@ -30,6 +30,20 @@ def _top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = Non
 def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
     """Logits with all but the top ``k``, and of those all beyond probability ``p``, at minus infinity."""
     return new_like(logits)
+
+
+def _sorting_workspace(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> int:
+    """Sorted logits, their int32 places, and float32 sums if there is no ``k``; the sort's own need is not known."""
+    per_logit = logits.itemsize + 4 + (4 if k is None else 0)
+    return SYSTEM_WORKSPACE_BYTES + 256 + logits.numel() * per_logit
+
+
+@operator("_C_ascend::npu_apply_top_k_top_p", computes=_top_k_top_p, workspace_bytes=_sorting_workspace)
+def ascend_apply_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = None) -> Tensor:
+    """vllm-ascend's own kernel for the same. Workspace, assumed: its v0.22.1rc1, csrc/moe/apply_top_k_top_p_custom."""
+    if p is None and k is None:
+        raise RuntimeError("apply_top_k_top_p: p and k cannot be None at the same time.")
+    return torch.empty_like(logits)
 
 
 @operator("npu::npu_top_k_top_p_sample")

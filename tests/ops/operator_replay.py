@@ -48,6 +48,9 @@ def families() -> list[str]:
     return sorted(path.name.removesuffix(".jsonl.gz") for path in DATA.glob("*.jsonl.gz"))
 
 
+_LACKING = ("Failed to find function", "GetOpApiFuncAddr failed")
+
+
 @cache
 def load(family: str) -> tuple[Record, tuple[Record, ...]]:
     """Header and records of a family, variants included."""
@@ -83,7 +86,7 @@ class Kind(StrEnum):
     NO_KERNEL = "the operator is not modelled: the double raises"
     FORM = "this form of its arguments, or its type, is not modelled: the double raises"
     VALUES = "the result's size depends on numbers, which the recording does not hold"
-    RECORDER = "the recorder's own process failed"
+    RECORDER = "the recorder's stand-in for CANN lacks what the call needs"
     STRICTER = "the double refuses what the operator library refuses, too; the recorder's stand-in for it did not look"
     OTHER_TEXT = "both refuse, in other words"
     NOT_REFUSED = "torch_npu refuses arguments that nobody passes; the double does not look"
@@ -134,7 +137,7 @@ class Replayer:
 
     def unmatched(self, record: Record) -> tuple[Kind | None, str]:
         """Why the simulated device does otherwise than the record says, None if it does not; and in detail."""
-        if "died" in record or "missing" in record or "input_error" in record:
+        if "died" in record or any(text in record.get("error", "") for text in _LACKING):
             return Kind.RECORDER, ""
         try:
             found = self.differences(record)

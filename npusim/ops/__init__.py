@@ -22,6 +22,7 @@ FAMILIES = (
     "matmul_comm",
     "mla",
     "moe_comm",
+    "moe_gating",
     "moe_routing",
     "norm",
     "quant",

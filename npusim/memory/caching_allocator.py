@@ -126,9 +126,13 @@ class CachingAllocator(RequestPath):
         """Change settings at run time (``torch_npu.npu.memory._set_allocator_settings``).
 
         Raises:
-            ValueError: See :func:`npusim.memory.config.change_allocator_settings`.
+            ValueError, RuntimeError: See :func:`npusim.memory.config.change_allocator_settings`.
         """
-        self._apply(change_allocator_settings(text, self._state.config, version=self.version.name))
+        self._state.config, refusal = change_allocator_settings(text, self._state.config, version=self.version.name)
+        self._configure()
+        if refusal is not None:
+            raise refusal
+        self._probe_expandable_segments()
 
     def set_per_process_memory_fraction(self, fraction: float) -> None:
         """Limit reserved memory to a part of the device's total; 1.0: no limit.

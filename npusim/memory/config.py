@@ -83,36 +83,41 @@ def parse_allocator_config(text: str, base: AllocatorConfig | None = None, *, ve
     Raises:
         ValueError: Where torch_npu raises it, with its text; likewise RuntimeError.
     """
-    return _parse(text, base if base is not None else AllocatorConfig(), version, settable=None)
+    config, refusal = _parse(text, base if base is not None else AllocatorConfig(), version, settable=None)
+    if refusal is not None:
+        raise refusal
+    return config
 
 
-def change_allocator_settings(text: str, base: AllocatorConfig, *, version: str = "2.13") -> AllocatorConfig:
+def change_allocator_settings(
+    text: str, base: AllocatorConfig, *, version: str = "2.13"
+) -> tuple[AllocatorConfig, Exception | None]:
     """As ``torch_npu.npu.memory._set_allocator_settings``: a parse, but only of options that can change at run time.
 
-    Raises:
-        ValueError: An option cannot change at run time, or as :func:`parse_allocator_config`.
-        RuntimeError: Likewise, in torch_npu 2.10.
+    Returns:
+        The settings in force from now on, and the ValueError or RuntimeError to be raised, or None. A string with a bad
+        value counts as far as it was read; one with a bad key does not count at all in 2.13.
     """
     return _parse(text, base, version, settable=_SETTABLE_AT_RUN_TIME[version])
 
 
-def _parse(text: str, base: AllocatorConfig, version: str, settable: frozenset[str] | None) -> AllocatorConfig:
+def _parse(
+    text: str, base: AllocatorConfig, version: str, settable: frozenset[str] | None
+) -> tuple[AllocatorConfig, Exception | None]:
     if not text:
-        return base
-    values: Values = {
-        "max_split_size": SIZE_MAX,
-        "max_non_split_rounding_size": base.large_segment_size,
-        "garbage_collection_threshold": 0.0,
-        "roundup_power2_divisions": (0,) * NUM_DIVISION_SLOTS,
-        "large_segment_size": base.large_segment_size,
-    }
+        return base, None
+    values: Values = {"large_segment_size": base.large_segment_size}
     parse = parse_2_10 if version == "2.10" else parse_2_13
-    parse(text, values, settable)
+    refusal: Exception | None = None
+    try:
+        parse(text, values, settable)
+    except (RuntimeError, ValueError) as error:
+        refusal = error
     config = replace(base, **values)
     limited = config.max_split_size != SIZE_MAX or config.garbage_collection_threshold != 0
-    if config.expandable_segments and limited:
-        raise RuntimeError(
+    if refusal is None and config.expandable_segments and limited:
+        refusal = RuntimeError(
             "`max_split_size_mb` or `garbage_collection_threshold`, cannot be enabled with "
             "`expandable_segments`, please set `expandable_segments` to `False`."
         )
-    return config
+    return config, refusal

@@ -32,8 +32,8 @@ _OUT_OF_BOUNDS: Final = (
 def parse_2_13(text: str, values: Values, settable: Collection[str] | None) -> None:
     """Enter the settings of a string into ``values`` by the rules of torch_npu 2.13.
 
-    All keys are checked first; then torch core reads its options and torch_npu the others. A wrong token between two
-    pairs goes unnoticed.
+    All keys are checked first; then torch core reads its options and torch_npu the others, and what was read before an
+    error counts. A wrong token between two pairs goes unnoticed.
 
     Args:
         text: The string.
@@ -55,6 +55,7 @@ def parse_2_13(text: str, values: Values, settable: Collection[str] | None) -> N
             raise ValueError(f"torch_npu.npu.memory._set_allocator_settings() unsupported setting: {key}")
         keys.append((index, key))
         index = tokens.end_of_value(index) + 2
+    _reset(values)
     for handlers in (_TORCH_HANDLERS, _NPU_HANDLERS):
         for index, key in keys:
             if key in handlers:
@@ -70,6 +71,7 @@ def parse_2_10(text: str, values: Values, settable: Collection[str] | None) -> N
         RuntimeError: torch_npu's answer to a bad value, key or token.
     """
     tokens = _Tokens(text.replace(" ", ""))
+    _reset(values)
     index = 0
     while index < len(tokens):
         key = tokens[index]
@@ -86,6 +88,14 @@ def parse_2_10(text: str, values: Values, settable: Collection[str] | None) -> N
         if index < len(tokens):
             tokens.expect(index, ",")
             index += 1
+
+
+def _reset(values: Values) -> None:
+    """What every parse begins with."""
+    values["max_split_size"] = SIZE_MAX
+    values["max_non_split_rounding_size"] = values["large_segment_size"]
+    values["garbage_collection_threshold"] = 0.0
+    values["roundup_power2_divisions"] = (0,) * NUM_DIVISION_SLOTS
 
 
 class _Tokens:

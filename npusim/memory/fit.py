@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from npusim.memory.blocks import FREE, UNMAPPED, Block, FreeList
+from npusim.memory.config_parser import SIZE_MAX
 from npusim.memory.pools import BlockPool
 from npusim.memory.rounding import MIN_BLOCK_BYTES, SMALL_BYTES
 from npusim.memory.state import AllocatorState
@@ -14,7 +15,9 @@ class BestFit:
     """Searches the free blocks of a pool under the settings in force.
 
     Attributes:
-        max_split_size: Larger blocks are not split, and larger requests take such blocks whole.
+        max_split_size: From this size on blocks are oversize: smaller requests do not get them.
+        split_limit: Requests of this size or more take a block whole. Expandable segments have no such limit; they and
+            ``max_split_size_mb`` exclude each other, but both are in force after torch_npu has refused to add one.
         min_large_rest: The least rest for which a block of the large pool is split; of the small pool it is 512.
         alignment: Requests from 2 MiB start on a multiple of it where possible; 0: anywhere.
     """
@@ -31,6 +34,7 @@ class BestFit:
         self._met_expandable = self._met_expandable or self._expandable
         self._tracks_ages = self._state.tracks_ages
         self.max_split_size = config.max_split_size
+        self.split_limit = SIZE_MAX if self._expandable else config.max_split_size
         self.min_large_rest = MIN_BLOCK_BYTES if self._expandable else SMALL_BYTES + 1
         self.alignment = config.base_addr_aligned_size if self._expandable else 0
 

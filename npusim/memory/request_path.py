@@ -93,7 +93,8 @@ class RequestPath:
         self._scopes: Final = self.pools.scopes
         self._is_busy = False
         self._late_frees: Final[list[int]] = []
-        self._apply(config)
+        self._configure()
+        self._probe_expandable_segments()
 
     def malloc(self, num_bytes: int, stream: int) -> int:
         """Allocate device memory for use on ``stream`` and return its address; 0 for 0 bytes.
@@ -135,7 +136,7 @@ class RequestPath:
                 address = block.address
             counters = pool.counters
             free_list = block.free_list
-            if block.size - size >= min_rest and size < fit.max_split_size and not pool.no_split:
+            if block.size - size >= min_rest and size < fit.split_limit and not pool.no_split:
                 rest = block
                 rest.address = address + size
                 rest.size -= size
@@ -278,12 +279,14 @@ class RequestPath:
         while self._late_frees:
             self.free(self._late_frees.pop(0))
 
-    def _apply(self, config: AllocatorConfig) -> None:
-        """Let settings that were just read come into force."""
-        self._state.config = config
-        self._divisions = config.roundup_power2_divisions if max(config.roundup_power2_divisions) > 1 else None
+    def _configure(self) -> None:
+        """Read the settings; to be called after each change."""
+        divisions = self._state.config.roundup_power2_divisions
+        self._divisions = divisions if max(divisions) > 1 else None
         self._fit.configure()
-        if config.expandable_segments:
+
+    def _probe_expandable_segments(self) -> None:
+        if self._state.config.expandable_segments:
             self._expandable.probe()
 
 

@@ -43,7 +43,14 @@ class Segments:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Take a free block that is a whole segment out of its pool and return it to the device."""
+        """Take a free block that is a whole segment out of its pool and return it to the device.
+
+        Raises:
+            RuntimeError: It belongs to an expandable segment. Only ``max_split_size_mb`` leads here, which torch_npu
+                refuses beside expandable segments and keeps all the same.
+        """
+        if block.segment is not None:
+            raise RuntimeError("!block->expandable_segment_ INTERNAL ASSERT FAILED, please report a bug to PyTorch. ")
         state = self._state
         free_list = block.free_list
         pool, owner = free_list.pool, free_list.pool.owner

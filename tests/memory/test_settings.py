@@ -109,7 +109,8 @@ def test_environment() -> None:
 
 def test_change_at_run_time_resets_what_torch_resets() -> None:
     before = parse_allocator_config("max_split_size_mb:40,large_segment_size_mb:30,base_addr_aligned_kb:8")
-    after = change_allocator_settings("expandable_segments:True", before)
+    after, refusal = change_allocator_settings("expandable_segments:True", before)
+    assert refusal is None
     assert after == AllocatorConfig(
         expandable_segments=True,
         large_segment_size=30 * MIB,
@@ -123,9 +124,37 @@ def test_change_at_run_time_resets_what_torch_resets() -> None:
     [("2.13", ValueError, "page_size"), ("2.10", RuntimeError, "max_split_size_mb")],
 )
 def test_not_all_can_change_at_run_time(version: str, error_class: type[Exception], key: str) -> None:
-    with pytest.raises(error_class) as error:
-        change_allocator_settings(f"{key}:1", AllocatorConfig(), version=version)
-    assert str(error.value) == f"torch_npu.npu.memory._set_allocator_settings() unsupported setting: {key}"
+    after, refusal = change_allocator_settings(f"{key}:1", AllocatorConfig(), version=version)
+    assert after == AllocatorConfig()
+    assert type(refusal) is error_class
+    assert str(refusal) == f"torch_npu.npu.memory._set_allocator_settings() unsupported setting: {key}"
+
+
+@pytest.mark.parametrize(
+    ("text", "after"),
+    [
+        ("no_such_key:1,expandable_segments:True", "roundup_power2_divisions:4"),
+        ("expandable_segments:True,garbage_collection_threshold:0.5", "roundup_power2_divisions:4"),
+        ("max_split_size_mb:5", ""),
+        ("max_split_size_mb:32,throw_on_npumalloc_oom:maybe", "max_split_size_mb:32"),
+        ("throw_on_npumalloc_oom:maybe,max_split_size_mb:32", "max_split_size_mb:32"),
+        ("throw_on_npumalloc_oom:True,per_process_memory_fraction:2", "throw_on_npumalloc_oom:True"),
+    ],
+)
+def test_what_a_refused_change_leaves_in_force(text: str, after: str) -> None:
+    before = parse_allocator_config("roundup_power2_divisions:4")
+    config, refusal = change_allocator_settings(text, before)
+    assert refusal is not None
+    assert config == parse_allocator_config(after)
+
+
+def test_refused_combination_stays_in_force(bench: Callable[..., Any]) -> None:
+    device = bench(conf="expandable_segments:True")
+    with pytest.raises(RuntimeError, match="cannot be enabled with `expandable_segments`"):
+        device.allocator.set_allocator_settings("max_split_size_mb:32")
+    device.malloc(62737651, 0)
+    assert device.layout() == "Lx@0[62737920*,176640-]"
+    assert device.allocator.memory_stats()["oversize_allocations.current"] == 1
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ class WorldError(NpusimError):
     """A world was built or used in a way that cannot work, e.g. two active worlds, or none where one is needed."""
 
 
+class MarkerError(NpusimError):
+    """A pytest marker of npusim has arguments that it cannot have; the text shows it and says what is expected."""
+
+
 class UnmodelledCallError(NpusimError, NotImplementedError):
     """The vendor API was called in a way that the double does not model.
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ops.operator_replay import LEDGER, Kind, Record, Replayer, families, is_call, records
+from npusim.ops.operator import schemas
+from tests.ops.operator_replay import LEDGER, Kind, Record, Replayer, families, is_call, load, records
 
 CALLS = {family: calls for family in families() if (calls := [record for record in records(family) if is_call(record)])}
 
@@ -44,6 +45,18 @@ def _check(family: str, calls: Iterator[Record] | list[Record], profile: str) ->
             if kind is not expected.get((family, record["n"])):
                 surprises.append(f"{record['n']} {record['op']} {record.get('tag', '')}: {kind or 'matched'}: {detail}")
     assert not surprises, f"{len(surprises)} records against the ledger:\n" + "\n".join(surprises[:10])
+
+
+def test_schemas_are_those_of_torch_npu() -> None:
+    recorded = {name: schema for family in CALLS for name, schema in load(family)[0]["schemas"].items()}
+    ours = {name: schema for name, schema in schemas().items() if name in recorded}
+    differ = [name for name in ours if _parsed(ours[name]) != _parsed(recorded[name])]
+    assert not differ
+    assert len(ours) > 140
+
+
+def _parsed(schema: str) -> str:
+    return str(torch._C.parse_schema(schema))
 
 
 @pytest.mark.parametrize("family", CALLS)

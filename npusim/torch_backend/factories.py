@@ -12,6 +12,7 @@ from npusim.torch_backend.shells import CPU_KEYS
 from npusim.torch_backend.storage import contiguous_stride, offset_of, span_bytes
 from npusim.torch_backend.strides import preserved_stride
 from npusim.torch_backend.tensors import is_simulated, new_like, new_on, runtime_of
+from npusim.torch_backend.vendor_errors import vendor_error
 
 _as_strided = torch.ops.aten.as_strided.default
 _view = torch.ops.aten.view.default
@@ -28,11 +29,18 @@ def empty(
     pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    """``torch.empty``; any memory format but channels-last is contiguous."""
+    """``torch.empty``.
+
+    Raises:
+        RuntimeError: A memory format that torch_npu does not make tensors in.
+    """
     del layout, pin_memory
-    if memory_format in (torch.channels_last, torch.channels_last_3d):
-        stand_in = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
-        return empty_strided(size, stand_in.stride(), dtype, device=device)
+    if memory_format not in (None, torch.contiguous_format):
+        raise vendor_error(
+            RuntimeError,
+            "Only c10::MemoryFormat::Contiguous is supported for creating a npu tensor",
+            "ERR01007 OPS feature not supported",
+        )
     return new_on(runtime_of(device), size, dtype or torch.get_default_dtype())
 
 

@@ -111,7 +111,15 @@ class Geometry(NamedTuple):
         return self.offset * itemsize, span_bytes(self.size, self.stride, itemsize, self.offset)
 
     def over(self, host: torch.Tensor) -> torch.Tensor:
-        """The host tensor that sees these bytes as the device tensor sees its storage."""
+        """The host tensor that sees these bytes as the device tensor sees its storage.
+
+        Raises:
+            RuntimeError: It sees more than there is (any more).
+        """
+        if self.span[1] > host.numel():
+            where = f"sizes {list(self.size)}, strides {list(self.stride)}, storage offset {self.offset}"
+            needs = f"itemsize {self.dtype.itemsize} requiring a storage size of {self.span[1]}"
+            raise RuntimeError(f"setStorage: {where}, and {needs} are out of bounds for storage of size {host.numel()}")
         view = torch.empty(0, dtype=self.dtype, device="cpu")
         return view.set_(host.untyped_storage(), self.offset, self.size, self.stride)
 

@@ -142,8 +142,7 @@ def _require_npu() -> None:
         )
     try:
         import torch_npu
-    except (ImportError, OSError, RuntimeError) as error:
-        # torch wraps what goes wrong in a backend that it loads by itself
+    except Exception as error:  # noqa: BLE001 - torch_npu raises bare ones; torch wraps those of a backend it loads itself
         raise pytest.UsageError(
             f"device npu: torch_npu is installed but cannot be imported: {_first_line(error.__cause__ or error)}. "
             "Load CANN's environment first (source set_env.sh of the CANN toolkit), and check that torch, torch_npu "
@@ -153,7 +152,7 @@ def _require_npu() -> None:
         num_devices = torch_npu.npu.device_count() if torch_npu.npu.is_available() else 0
         if num_devices:
             torch_npu.npu.mem_get_info(0)
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001 - likewise
         raise pytest.UsageError(
             f"device npu: the driver answers with an error: {_first_line(error)}. Check npu-smi info, and whether "
             "another process holds the card"

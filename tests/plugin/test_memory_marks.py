@@ -84,7 +84,7 @@ def test_leaks(run):
         @pytest.fixture
         def cache(npu_device):
             cache = Cache()
-            cache.add(1 << 20)
+            cache.add(256 << 10)
             return cache
 
         @pytest.mark.npu_leaks_nothing
@@ -96,18 +96,18 @@ def test_leaks(run):
 
         @pytest.mark.npu_leaks_nothing
         def test_dirty(cache):
-            cache.add(3 << 20)
+            cache.add(300 << 10)
             cache.add(1024)
             cache.entries.pop(0)
-            cache.add(4 << 20)
+            cache.add(400 << 10)
         """
     )
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(
         [
-            "npu_leaks_nothing: 6.00 MiB more allocated on npu:0 after the test than before it. *",
-            "      4.00 MiB      1x  test_leaks.py:8 add < :28 test_dirty",
-            "      3.00 MiB      1x  test_leaks.py:8 add < :25 test_dirty",
+            "npu_leaks_nothing: 0.44 MiB more allocated on npu:0 after the test than before it. *",
+            "      0.39 MiB      1x  test_leaks.py:8 add < :28 test_dirty",
+            "      0.29 MiB      1x  test_leaks.py:8 add < :25 test_dirty",
             "    1024 bytes      1x  test_leaks.py:8 add < :26 test_dirty",
         ]
     )
@@ -118,11 +118,11 @@ def test_figures(npu_memory):
 
     assert npu_memory.peak_allocated_bytes == npu_memory.allocated_bytes
     before = npu_memory.allocated_bytes
-    block = torch.empty(1 << 20, dtype=torch.uint8, device="npu")
-    assert npu_memory.allocated_bytes - before == (1 << 20) + 512 == torch.npu.memory_allocated() - before
+    block = torch.empty(1 << 18, dtype=torch.uint8, device="npu")
+    assert npu_memory.allocated_bytes - before == (1 << 18) + 512 == torch.npu.memory_allocated() - before
     del block
     assert npu_memory.allocated_bytes == before
-    assert npu_memory.growth_bytes() == (1 << 20) + 512
+    assert npu_memory.growth_bytes() == (1 << 18) + 512
     assert npu_memory.peak_reserved_bytes >= npu_memory.reserved_bytes >= 2 << 20
     npu_memory.reset_peak()
     assert npu_memory.growth_bytes() == 0

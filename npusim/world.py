@@ -16,9 +16,11 @@ from npusim.errors import UnmodelledCallError, WorldError
 from npusim.hccl.communicator import DEFAULT_BUFFER_MB, Communicator, HcclSettings
 from npusim.hccl.ranks import LoneRank, Ranks
 from npusim.memory.config import AllocatorConfig
+from npusim.memory.versions import VERSIONS as TORCH_NPU_VERSIONS
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.storage import StorageTable
 from npusim.torch_backend.values import RealValues, ShapeValues, Values
+from npusim.xlite.versions import VERSIONS as XLITE_VERSIONS
 
 T = TypeVar("T")
 TRUE_LIKE = frozenset({"1", "true", "yes", "on"})
@@ -66,6 +68,11 @@ class SimWorld:
         keep_events: bool = False,
         lone_rank: int | None = None,
     ) -> None:
+        _check_choice("values", values, ("shape", "real"))
+        _check_choice("torch_npu_version", torch_npu_version, tuple(TORCH_NPU_VERSIONS))
+        _check_choice("xlite_version", xlite_version, tuple(XLITE_VERSIONS))
+        if num_devices < 1:
+            raise WorldError(f"num_devices must be at least 1, got {num_devices}")
         self.profile = load_profile(profile) if isinstance(profile, str) else profile
         self.environment = dict(os.environ if environment is None else environment)
         self.xlite_version = xlite_version
@@ -149,6 +156,11 @@ class SimWorld:
         from npusim.installation import uninstall
 
         uninstall(self)
+
+
+def _check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
+    if choice not in choices:
+        raise WorldError(f"{name} must be one of {', '.join(choices)}, got {choice!r}")
 
 
 def _per_device(name: str, setting: T | Sequence[T], num_devices: int) -> Sequence[T]:

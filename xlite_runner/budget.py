@@ -72,6 +72,28 @@ def available_kv_cache_message(available: float) -> str:
     return f"Available KV cache memory: {available / GIB:.2f} GiB"
 
 
+def graph_estimate_message(gpu_memory_utilization: float, graph_estimate: int, total: int) -> str:
+    """The log line where memory is set aside for graphs: the utilization that leaves the KV cache as much without."""
+    share = graph_estimate / total
+    return (
+        f"ACL graph memory profiling is enabled (default since v0.22.1). The current --gpu-memory-utilization="
+        f"{gpu_memory_utilization:.4f} is equivalent to --gpu-memory-utilization="
+        f"{round(gpu_memory_utilization - share, 4):.4f} without ACL graph memory profiling. To maintain the same "
+        "effective KV cache size as before, increase --gpu-memory-utilization to "
+        f"{min(round(gpu_memory_utilization + share, 4), 1.0):.4f}. To disable, set "
+        "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0."
+    )
+
+
+def graph_memory_message(graph: int, graph_estimate: int) -> str:
+    """The log line after capture: how good the estimate was."""
+    difference = abs(graph - graph_estimate)
+    return (
+        f"ACL graph pool memory: {format_gib(graph)} GiB (actual), {format_gib(graph_estimate)} GiB (estimated), "
+        f"difference: {format_gib(difference)} GiB ({100 * difference / max(graph, 1):.1f}%)."
+    )
+
+
 def free_memory_message(
     *,
     total: int,

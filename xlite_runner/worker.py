@@ -19,6 +19,8 @@ from xlite_runner.budget import (
     available_kv_cache_message,
     format_gib,
     free_memory_message,
+    graph_estimate_message,
+    graph_memory_message,
     requested_memory,
 )
 from xlite_runner.config import CUDAGraphMode, ProfilePolicy, RunnerConfig
@@ -149,6 +151,9 @@ class NPUWorker:
             self.memory.requested, non_kv, self.memory.graph_estimate
         )
         logger.info("%s", available_kv_cache_message(self.memory.available_kv_cache))
+        if self.memory.graph_estimate > 0:
+            utilization = self.config.cache.gpu_memory_utilization
+            logger.info("%s", graph_estimate_message(utilization, self.memory.graph_estimate, init.total_memory))
         return int(self.memory.available_kv_cache)
 
     @property
@@ -171,6 +176,8 @@ class NPUWorker:
         if not self.config.compilation.enforce_eager:
             self.memory.graph = self.model_runner.graphs.capture_model()
         memory = self.memory
+        if memory.graph_estimate > 0:
+            logger.info("%s", graph_memory_message(memory.graph, memory.graph_estimate))
         if memory.non_kv is not None:
             logger.info(
                 "%s",

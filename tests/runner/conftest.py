@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from xlite_runner.result import ProfileResult
 from xlite_runner.scenario import load_scenario
 
 Start = Callable[..., ProfileResult]
+
+
+@pytest.fixture
+def frozen_imports() -> Iterator[None]:
+    """Start-ups collect garbage at a dozen points; spare them what torch's import left."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

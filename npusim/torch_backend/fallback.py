@@ -144,8 +144,8 @@ def _in_place(
     shapes: Any,
     run: Any,
 ) -> Any:
-    positions = [_position(inputs, target) for target in written]
-    outs = {_position(inputs, target) for target in overwritten}
+    positions = [_position(inputs, target, is_out=_is_in(overwritten, target)) for target in written]
+    outs = {position for position, target in zip(positions, written, strict=True) if _is_in(overwritten, target)}
     for target, position in zip(written, positions, strict=True):
         if target.shape != metas[position].shape:  # an out= argument that the operator resized
             target.resize_(metas[position].shape)
@@ -172,8 +172,14 @@ def _in_place(
     return pytree.tree_map_only(torch.Tensor, original, shapes)
 
 
-def _position(tensors: list[torch.Tensor], wanted: torch.Tensor) -> int:
-    return next(position for position, tensor in enumerate(tensors) if tensor is wanted)
+def _is_in(tensors: list[torch.Tensor], wanted: torch.Tensor) -> bool:
+    return any(tensor is wanted for tensor in tensors)
+
+
+def _position(tensors: list[torch.Tensor], wanted: torch.Tensor, *, is_out: bool) -> int:
+    """Where in the call a tensor is written: ``out=`` comes last, and may be an input as well."""
+    places = [position for position, tensor in enumerate(tensors) if tensor is wanted]
+    return places[-1 if is_out else 0]
 
 
 def _is_new(shape: Any, metas: list[torch.Tensor]) -> bool:

@@ -50,8 +50,10 @@ class Watch:
             shown.append(("npusim_event_log", self._world.event_log.digest))
         if self.memory is not None:
             memories = self.memory.on_all()
-            for of in ("allocated", "reserved"):
-                shown.append((f"npusim_peak_{of}_bytes", max(memory.growth_bytes(of) for memory in memories)))
+            shown += [
+                (f"npusim_peak_{of}_bytes", max(memory.growth_bytes(of) for memory in memories))
+                for of in ("allocated", "reserved")
+            ]
         return shown
 
     def replay_hint(self, nodeid: str) -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from npusim.world import SimWorld
 
 _CHOICE = pytest.StashKey[Choice]()
+_MARKER_ERROR = pytest.StashKey[MarkerError]()
 _WATCH = pytest.StashKey["Watch"]()
 
 
@@ -89,10 +90,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         try:
             reason = marks.skip_reason(item, choice, known)
         except MarkerError as error:
-            raise pytest.UsageError(f"{item.nodeid}: {error}") from None
+            item.stash[_MARKER_ERROR] = error
+            continue
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
             item.user_properties.append(("npusim_skipped", reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a test whose markers are wrong; a usage error would not get through to the user from a worker process."""
+    if _MARKER_ERROR in item.stash:
+        pytest.fail(str(item.stash[_MARKER_ERROR]), pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)

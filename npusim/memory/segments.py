@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from npusim.device.hbm import OutOfHbmError
+from npusim.device.hbm import HbmAddressError, OutOfHbmError
 from npusim.device.ledger import Owner
 from npusim.memory.blocks import FREE, Block
 from npusim.memory.pools import BlockPool
@@ -48,9 +48,16 @@ class Segments:
         Raises:
             RuntimeError: It belongs to an expandable segment. Only ``max_split_size_mb`` leads here, which torch_npu
                 refuses beside expandable segments and keeps all the same.
+            HbmAddressError: It is a part of a segment. torch_npu gives the whole segment back nevertheless, and goes on
+                using the rest.
         """
         if block.segment is not None:
             raise RuntimeError("!block->expandable_segment_ INTERNAL ASSERT FAILED, please report a bug to PyTorch. ")
+        if block.is_split:
+            raise HbmAddressError(
+                f"the block at {block.address:#x} is a part of a segment, which cannot be given back in parts; "
+                "max_split_size_mb must not be set at run time once blocks of that size have been split"
+            )
         state = self._state
         free_list = block.free_list
         pool, owner = free_list.pool, free_list.pool.owner

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from npusim.device.hbm import HbmAddressError
 from npusim.memory.config import AllocatorConfig, change_allocator_settings, parse_allocator_config
 from npusim.memory.config_parser import SIZE_MAX
 
@@ -146,6 +147,17 @@ def test_what_a_refused_change_leaves_in_force(text: str, after: str) -> None:
     config, refusal = change_allocator_settings(text, before)
     assert refusal is not None
     assert config == parse_allocator_config(after)
+
+
+def test_oversize_parts_of_segments_are_never_given_back(bench: Callable[..., Any]) -> None:
+    device = bench(256 * MIB)
+    device.free(device.malloc(100 * MIB, 0))
+    device.malloc(MIB + 1, 0)
+    device.allocator.set_allocator_settings("max_split_size_mb:40")
+    with pytest.raises(HbmAddressError, match="a part of a segment"):
+        device.malloc(200 * MIB, 0)
+    device.malloc(100, 0)
+    assert device.allocator.memory_reserved == device.ledger.used_bytes == 104 * MIB
 
 
 def test_refused_combination_stays_in_force(bench: Callable[..., Any]) -> None:

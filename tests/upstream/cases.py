@@ -38,6 +38,8 @@ SEED = EXAMPLES / "qwen3-30b-a3b-tp2-ep2.toml"
 FULL = {"enabled": True, "full_mode": True}
 DECODE_ONLY = {"enabled": True, "full_mode": False}
 OFF = {"enabled": False, "full_mode": False}
+ESTIMATE = {"VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS": 1}
+"""0.22.1 does so by default."""
 TINY_MOE = {
     "model": MODELS / "tiny-qwen3-moe.json",
     "max_model_len": 2048,
@@ -99,6 +101,13 @@ CASES = (
     Case("tiny dense, TP 4, more ranks than key heads", {"tensor_parallel_size": 4}),
     Case("tiny dense, decode-only eager", {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True}),
     Case("tiny dense, xlite off, eager", {"xlite_graph_config": OFF, "enforce_eager": True}),
+    Case("tiny dense, decode-only", {"xlite_graph_config": DECODE_ONLY}, releases=("0.23.0",)),
+    Case(
+        "tiny dense, decode-only, graphs estimated",
+        {"xlite_graph_config": DECODE_ONLY, "environment": ESTIMATE},
+        releases=("0.22.1",),
+    ),
+    Case("tiny dense, xlite off", {"xlite_graph_config": OFF}, releases=("0.23.0",)),
     Case("tiny dense, utilization 0.5", {"gpu_memory_utilization": 0.5}),
     Case("tiny dense, utilization 0.92, length 128", {"gpu_memory_utilization": 0.92, "max_model_len": 128}),
     Case("tiny dense, float16", {"dtype": "float16"}),
@@ -127,6 +136,21 @@ CASES = (
         TINY_MOE
         | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
         | {"xlite_graph_config": OFF, "enforce_eager": True},
+    ),
+    Case(
+        "tiny MoE, EP 2, decode-only",
+        TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True, "xlite_graph_config": DECODE_ONLY},
+        releases=("0.23.0",),
+    ),
+    Case(
+        "tiny MoE, EP 2, xlite off",
+        TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True, "xlite_graph_config": OFF},
+        releases=("0.23.0",),
+    ),
+    Case(
+        "tiny MoE, xlite off, on A2",
+        TINY_MOE | {"tensor_parallel_size": 2, "device_profile": "a2-64g", "xlite_graph_config": OFF},
+        releases=("0.23.0",),
     ),
     Case(
         "tiny MoE, EP 2 on A2",

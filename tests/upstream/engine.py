@@ -44,6 +44,9 @@ PRESETS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Nothing can be compiled for the double: models run as written, and there are no piecewise graphs.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_USE_AOT_COMPILE": "0",
 }
 
 
@@ -135,6 +138,7 @@ def _start(scenario: Scenario, model: Path, rank: int) -> UpstreamResult:
         worker.initialize_from_config(plan)
         result.kv_cache = torch.npu.memory_allocated() - before
         worker.compile_or_warm_up_model()
+        result.graph = int(getattr(worker, "npugraph_memory_bytes", 0))  # only there if memory was profiled
         worker.execute_dummy_batch()
     return result
 

@@ -19,7 +19,7 @@ POLICIES = {"0.22.1": ProfilePolicy.RUNNABLE, "0.23.0": ProfilePolicy.SKIP}
 
 def figures_of_upstream(result: dict[str, Any]) -> dict[str, int]:
     assert "error" not in result, result["error"]
-    names = ("weights", "peak_activation", "non_torch", "available", "kv_cache")
+    names = ("weights", "peak_activation", "non_torch", "available", "kv_cache", "graph")
     return {name: result[name] for name in names}
 
 
@@ -33,6 +33,7 @@ def figures_of_runner(case: Case, release: str) -> dict[str, int]:
         "non_torch": rank.non_torch_bytes,
         "available": rank.available_kv_cache_bytes,
         "kv_cache": rank.kv_cache_bytes,
+        "graph": rank.graph_bytes,
     }
 
 
@@ -42,7 +43,7 @@ def figures_of_runner(case: Case, release: str) -> dict[str, int]:
     ids=str,
 )
 def test_same_bytes(upstream_results, case, release):
-    """Weights, peak activation, non-torch, available and KV-cache memory."""
+    """Weights, peak activation, non-torch, available, KV-cache and graph memory."""
     assert figures_of_runner(case, release) == figures_of_upstream(upstream_results(release)[case.name])
 
 

@@ -48,15 +48,16 @@ class Segments:
         Raises:
             RuntimeError: It belongs to an expandable segment. Only ``max_split_size_mb`` leads here, which torch_npu
                 refuses beside expandable segments and keeps all the same.
-            HbmAddressError: It is a part of a segment. torch_npu gives the whole segment back nevertheless, and goes on
-                using the rest.
+            HbmAddressError: It is a part of a segment. Only ``max_split_size_mb`` leads here, with ``page_size:1g``, or
+                set after blocks of that size were split. torch_npu gets an error from the device then, too; or, if the
+                part is the first, it gives the whole segment back and goes on using the rest.
         """
         if block.segment is not None:
             raise RuntimeError("!block->expandable_segment_ INTERNAL ASSERT FAILED, please report a bug to PyTorch. ")
         if block.is_split:
             raise HbmAddressError(
                 f"the block at {block.address:#x} is a part of a segment, which cannot be given back in parts; "
-                "max_split_size_mb must not be set at run time once blocks of that size have been split"
+                "with max_split_size_mb, do not use page_size:1g, and do not set it once larger blocks have been split"
             )
         state = self._state
         free_list = block.free_list

@@ -12,8 +12,8 @@ Also left out is where it works on memory that it has let go of already:
   records a use during a capture.
 * With expandable segments it forgets a pool that still has live blocks, once all of its mapped ranges were unmapped as
   often as it grew: a pool is destroyed, or its graph reset, only when its blocks are freed.
-* When ``max_split_size_mb`` is set after larger blocks were split, it gives parts of segments back to the device:
-  programs set it before they allocate.
+* With ``max_split_size_mb`` it gives parts of segments back to the device, if larger blocks were split before, or pages
+  are of 1 GiB: programs set it before they allocate, and not with such pages.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Author:
         menu = common + [entry for topic in topics if self.choices.random() < 0.4 for entry in topic]
         if "garbage_collection" in self.conf:  # it needs a limit
             self.add("set_fraction", self.choices.choice((0.3, 0.6)))
-        if self.choices.random() < 0.1:
+        if "page_size" not in self.conf and self.choices.random() < 0.1:
             self.add("change_settings", self.choices.choice(FIRST_CHANGES))
         actions, weights = zip(*menu, strict=True)
         while len(self.operations) < num_operations:

@@ -1,4 +1,4 @@
-"""``python -m npusim run [--profile NAME] -- COMMAND``: runs a command with simulated devices in place of real ones."""
+"""``python -m npusim``: run commands on simulated devices, replay recordings of real ones, calibrate profiles."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from npusim.device.profile import profile_names
+from npusim.errors import NpusimError
 from npusim.hook import environment_of_children
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line; ``run`` replaces this process by the command."""
+    """Parse the command line and do what it says; ``run`` replaces this process by the command."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.action(options))
+    except NpusimError as error:
+        print(f"npusim: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m npusim", description="A simulated Ascend NPU.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a command in which device npu is simulated, also in its child processes")
@@ -20,13 +31,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--num-devices", type=int, default=1, metavar="N", help="how many there are (default: 1)")
     run.add_argument("--values", choices=("shape", "real"), default="shape", help="what is computed (default: shape)")
     run.add_argument("words", nargs="+", metavar="-- COMMAND", help="the command and its arguments")
-    options = parser.parse_args(arguments)
+    run.set_defaults(action=_run)
+    replay = commands.add_parser(
+        "replay", help="run recordings (pytest --npusim-record) through the model, and compare"
+    )
+    replay.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    replay.set_defaults(action=_replay)
+    calibrate = commands.add_parser("calibrate", help="derive a device profile's calibrated values from recordings")
+    calibrate.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    calibrate.set_defaults(action=_calibrate)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
     settings = {"profile": options.profile, "num_devices": options.num_devices, "values": options.values}
     try:
         os.execvpe(options.words[0], options.words, environment_of_children(settings, os.environ))
     except OSError as error:
         print(f"npusim: error: cannot run {options.words[0]}: {error.strerror}", file=sys.stderr)
         return 127
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from npusim.testing.recording import read_recording
+    from npusim.testing.replay import replay, report
+
+    num_different = 0
+    for path in options.files:
+        recording = read_recording(path)
+        result = replay(recording)
+        num_different += result.difference is not None
+        print(report(recording, result), end="\n\n")
+    print(f"{len(options.files)} recordings, {num_different} with a difference")
+    return 1 if num_different else 0
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from npusim.testing.calibrate import calibrate, toml
+    from npusim.testing.recording import read_recording
+
+    print(toml(calibrate([read_recording(path) for path in options.files])), end="")
+    return 0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ class MarkerError(NpusimError):
     """A pytest marker of npusim has arguments that it cannot have; the text shows it and says what is expected."""
 
 
+class RecordingError(NpusimError):
+    """A file is no recording of a device, or one that cannot be used for what was asked; the text names it."""
+
+
 class UnmodelledCallError(NpusimError, NotImplementedError):
     """The vendor API was called in a way that the double does not model.
 

@@ -6,7 +6,9 @@ that takes time; the simulated device enters a process when it was chosen for th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -51,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--npusim-replay",
         metavar="TOKEN",
         help="PROFILE:SEED:DIGEST of a failure report: do the same again, and fail if the event log is another",
+    )
+    group.addoption(
+        "--npusim-record",
+        metavar="DIR",
+        type=Path,
+        help="write what the device did in each test to DIR, for python -m npusim replay and calibrate",
     )
     for name in ("npusim_device", "npusim_profile", "npusim_seed"):
         parser.addini(name, f"as --{name.replace('_', '-')}", default="")
@@ -115,6 +123,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         result = yield
     finally:
         item.user_properties.extend(watch.properties())
+        if item.config.option.npusim_record is not None:
+            item.user_properties.extend(watch.after_call(item.nodeid, item.config.option.npusim_record))
     complaints = list(watch.complaints(item.config.rootpath))
     if complaints:
         pytest.fail("\n\n".join(complaints), pytrace=False)
@@ -166,13 +176,25 @@ def _watched(
 ) -> Iterator[SimWorld | None]:
     import torch
 
+    from npusim.testing.recorder import Recorder
     from npusim.testing.watch import Watch
 
-    request.node.stash[_WATCH] = Watch(choice, world)
+    watch = request.node.stash[_WATCH] = Watch(choice, world)
+    if request.config.option.npusim_record is not None:
+        environment = os.environ if world is None else world.environment
+        watch.recorder = Recorder(_settled_memory(world), world, environment)
     host_state = torch.get_rng_state()
     torch.manual_seed(seed)
     yield world
     torch.set_rng_state(host_state)
+
+
+def _settled_memory(world: SimWorld | None) -> NpuMemory:
+    from npusim.testing import memory
+
+    if world is None:
+        memory.settle()
+    return memory.begin()
 
 
 def _skip_on_another_card(settings: Mapping[str, Any], profile: str | None) -> None:
@@ -199,18 +221,16 @@ def npu_device(npu_world: object) -> torch.device:
 
 
 @pytest.fixture
-def npu_memory(request: pytest.FixtureRequest, npu_world: object) -> Iterator[NpuMemory]:
+def npu_memory(request: pytest.FixtureRequest, npu_world: SimWorld | None) -> Iterator[NpuMemory]:
     """Memory of the test: ``npu_memory.peak_allocated_bytes`` and others, the vendor's own figures on either device."""
-    from npusim.testing import memory
+    from npusim.testing.memory import end
 
-    if npu_world is None:
-        memory.settle()
     watch: Watch = request.node.stash[_WATCH]
-    watch.memory = memory.begin()
+    watch.memory = _settled_memory(npu_world) if watch.recorder is None else watch.recorder.memory
     watch.limit = marks.memory_limit(request.node)
     watch.leaks_nothing = request.node.get_closest_marker("npu_leaks_nothing") is not None
     yield watch.memory
-    memory.end()
+    end()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ BELOW: dict[str, set[str]] = {
         "world",
         "xlite",
     },
-    "testing": {"device", "errors", "hook", "installation", "memory", "torch_backend", "world"},
+    "testing": {"device", "errors", "hccl", "hook", "installation", "memory", "torch_backend", "world"},
 }
 """Rooms of npusim, and what each may import besides itself."""
 ROOTS = {"__init__", "__main__", "device_option", "hook", "installation", "pytest_plugin", "world"}

@@ -46,7 +46,7 @@ class Choice:
         if self.device == "npu":
             device = f"device=npu ({_cards()}) seed={self.seed}"
         packages = ("torch", "torch_npu") if self.device == "npu" else ("torch",)
-        return f"npusim-{npusim.__version__}: {device} {' '.join(f'{name}={_version(name)}' for name in packages)}"
+        return f"npusim-{npusim.__version__}: {device} {' '.join(f'{name}={version_of(name)}' for name in packages)}"
 
 
 def read_choice(config: pytest.Config, options: argparse.Namespace) -> Choice:
@@ -174,7 +174,8 @@ def _cards() -> str:
     return f"{torch_npu.npu.device_count()}x {torch_npu.npu.get_device_name(0)}"
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """Version of an installed package, without importing it; ``none`` if there is no such package."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -14,6 +14,8 @@ import torch
 import torch_npu
 from torch_npu import npu
 
+from npusim.testing.recording import Phase, recorded_events
+
 GROWING = {"allocated": ("alloc",), "reserved": ("segment_alloc", "segment_map")}
 SHRINKING = {"allocated": ("free_requested",), "reserved": ("segment_free", "segment_unmap")}
 NUM_FRAMES = 3
@@ -39,16 +41,20 @@ class NpuMemory:
 
     Args:
         start: Per device, what was allocated and reserved when the test began.
+        phases: Per device, the phases so far.
         device_index: The device.
     """
 
-    def __init__(self, start: Sequence[Mapping[str, int]], device_index: int = 0) -> None:
+    def __init__(
+        self, start: Sequence[Mapping[str, int]], phases: Sequence[list[Phase]], device_index: int = 0
+    ) -> None:
         self.device_index = device_index
         self._start = start
+        self._phases = phases
 
     def on(self, device_index: int) -> NpuMemory:
         """The same of another device."""
-        return NpuMemory(self._start, device_index)
+        return NpuMemory(self._start, self._phases, device_index)
 
     def on_all(self) -> list[NpuMemory]:
         """The same of each device."""
@@ -93,6 +99,18 @@ class NpuMemory:
         peak = self.peak_allocated_bytes if of == "allocated" else self.peak_reserved_bytes
         return peak - self._start[self.device_index][of]
 
+    def phase(self, name: str) -> None:
+        """Note the figures of all devices in :attr:`phases`, under the name of what has just happened."""
+        for device, phases in zip(self.on_all(), self._phases, strict=True):
+            num_events = len(recorded_events(device.events()))
+            figures = (device.free_bytes, device.total_bytes, device.allocated_bytes, device.reserved_bytes)
+            phases.append(Phase(name, num_events, *figures))
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        """The phases of this device so far, oldest first."""
+        return self._phases[self.device_index]
+
     def events(self) -> Sequence[Event]:
         """The allocator's record since the test began, oldest first."""
         traces = npu.memory._snapshot()["device_traces"]
@@ -114,7 +132,7 @@ def begin() -> NpuMemory:
         npu.reset_peak_memory_stats(index)
         start.append({"allocated": npu.memory_allocated(index), "reserved": npu.memory_reserved(index)})
     npu.memory._record_memory_history(enabled="all", context="all", stacks="python")
-    return NpuMemory(start)
+    return NpuMemory(start, [[] for _ in start])
 
 
 def end() -> None:

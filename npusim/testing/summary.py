@@ -27,6 +27,8 @@ class Summary:
         self._peaks: dict[str, tuple[int, int]] = {}
         self._digests: dict[str, str] = {}
         self._on_device: set[str] = set()
+        self._recorded: dict[str, str] = {}
+        self._not_recorded: dict[str, str] = {}
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -38,6 +40,10 @@ class Summary:
             self._skipped[test] = str(noted["npusim_skipped"])
         if "npusim_device" in noted:
             self._on_device.add(test)
+        if "npusim_recorded" in noted:
+            self._recorded[test] = str(noted["npusim_recorded"])
+        if "npusim_not_recorded" in noted:
+            self._not_recorded[test] = str(noted["npusim_not_recorded"])
         if "npusim_event_log" in noted:
             self._digests[test] = str(noted["npusim_event_log"])
         if "npusim_peak_allocated_bytes" in noted:
@@ -71,6 +77,10 @@ class Summary:
                 yield f"{allocated / 2**20:>20,.2f} MiB {reserved / 2**20:>12,.2f} MiB  {test}"
             if len(peaks) > NUM_PEAKS and not all_peaks:
                 yield f"... and {len(peaks) - NUM_PEAKS} more (-v shows all)"
+        for folder, number in sorted(Counter(self._recorded.values()).items()):
+            yield f"recorded {number} in {folder}"
+        for test, reason in sorted(self._not_recorded.items()):
+            yield f"not recorded: {test}: {reason}"
         if self._digests:
             lines = "".join(f"{test} {digest}\n" for test, digest in sorted(self._digests.items()))
             digest = hashlib.sha256(lines.encode()).hexdigest()[:DIGEST_LENGTH]

@@ -12,6 +12,7 @@ from npusim.testing.marks import MemoryLimit
 from npusim.testing.memory import NpuMemory, call_sites, living_blocks, mib, peak_position, table
 
 if TYPE_CHECKING:
+    from npusim.testing.recorder import Recorder
     from npusim.world import SimWorld
 
 
@@ -23,6 +24,7 @@ class Watch:
         world: The simulated world; None on a card.
 
     Attributes:
+        recorder: Records the test, if the session records.
         memory: The test's memory, if it asks for that.
         limit: Its marker ``npu_memory_limit``.
         leaks_nothing: Whether it has the marker ``npu_leaks_nothing``.
@@ -32,15 +34,25 @@ class Watch:
         self._choice = choice
         self._world = world
         self.memory: NpuMemory | None = None
+        self.recorder: Recorder | None = None
         self.limit: MemoryLimit | None = None
         self.leaks_nothing = False
         self._before: list[tuple[int, int]] = []
 
     def before_call(self) -> None:
         """The test's function is about to be called."""
+        if self.recorder is not None:
+            self.recorder.memory.phase("set up")
         if self.memory is not None and self.leaks_nothing:
             gc.collect()
             self._before = [(memory.allocated_bytes, len(memory.events())) for memory in self.memory.on_all()]
+
+    def after_call(self, nodeid: str, folder: Path) -> list[tuple[str, object]]:
+        """The test's function has returned or failed; write the recording, and return what is to be shown about it."""
+        if self.recorder is None:
+            return []
+        reason = self.recorder.write(folder, nodeid)
+        return [("npusim_not_recorded", reason)] if reason else [("npusim_recorded", str(folder))]
 
     def properties(self) -> list[tuple[str, object]]:
         """What JUnit and the terminal show of the test."""

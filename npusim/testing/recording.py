@@ -1,0 +1,138 @@
+"""What a device did during a test, as a small file: allocator events, free memory at phases, versions, settings."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from npusim.errors import RecordingError
+
+FORMAT: Final = "npusim-recording-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Memory of a device at one moment, in bytes.
+
+    Attributes:
+        name: What has just happened.
+        num_events: How many of the allocator's events had happened.
+        free_bytes: Free on the whole device.
+        total_bytes: Memory of the device.
+        allocated_bytes: In blocks that tensors hold.
+        reserved_bytes: Held by the caching allocator.
+    """
+
+    name: str
+    num_events: int
+    free_bytes: int
+    total_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+
+    @property
+    def outside_bytes(self) -> int:
+        """In use, but not by the caching allocator: contexts, communicators, kernels, other processes."""
+        return self.total_bytes - self.free_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of the allocator's record.
+
+    Attributes:
+        action: ``alloc``, ``free_requested``, ``free_completed``, ``segment_alloc``, ``segment_free``, ``segment_map``,
+            ``segment_unmap`` or ``oom``.
+        address: Where; for ``oom`` the device's free bytes.
+        size: Bytes; of ``alloc`` and ``free_*`` those that were asked for.
+        stream: Number of the stream, by first appearance.
+        pool_id: Id of the private pool, or (0, 0).
+    """
+
+    action: str
+    address: int
+    size: int
+    stream: int
+    pool_id: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One test on one device.
+
+    Attributes:
+        test: The test's node id.
+        device: The device's name, e.g. ``Ascend910B3``.
+        device_index: Its number.
+        versions: Of torch, torch_npu, cann and npusim.
+        environment: Variables that torch_npu and HCCL read, as far as they were set.
+        phases: Oldest first; the first one before the first event.
+        events: Oldest first.
+    """
+
+    test: str
+    device: str
+    device_index: int
+    versions: dict[str, str]
+    environment: dict[str, str]
+    phases: tuple[Phase, ...]
+    events: tuple[Event, ...]
+
+    def write(self, path: Path) -> None:
+        """Write the file; the same recording gives the same bytes."""
+        head = {"format": FORMAT, **asdict(self)}
+        del head["events"]
+        lines = [json.dumps(head), *(json.dumps(_row(event), separators=(",", ":")) for event in self.events)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
+
+
+def read_recording(path: Path) -> Recording:
+    """The recording in a file.
+
+    Raises:
+        RecordingError: It cannot be read, or is none.
+    """
+    try:
+        first, *rows = gzip.decompress(path.read_bytes()).decode().split("\n")
+        head: dict[str, Any] = json.loads(first)
+        if head.pop("format") != FORMAT:
+            raise RecordingError(f"{path} is a recording of another format than {FORMAT}; record it again")
+        phases = tuple(Phase(**phase) for phase in head.pop("phases"))
+        return Recording(**head, phases=phases, events=tuple(_event(*json.loads(row)) for row in rows))
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, EOFError) as error:
+        raise RecordingError(f"{path} is no recording: {error!r}") from None
+
+
+def recorded_events(entries: Sequence[Mapping[str, Any]]) -> list[Event]:
+    """The allocator's record without what only looking at it leaves there, streams numbered."""
+    streams: dict[int, int] = {}
+    events = []
+    skipped = 0
+    for entry in entries:
+        action = entry["action"]
+        if action == "workspace_snapshot":
+            skipped = 2  # the workspace's segment and block follow, as if they had been made now
+        elif skipped:
+            skipped -= 1
+        elif action != "snapshot":
+            address = entry["device_free"] if action == "oom" else entry["addr"]
+            stream = streams.setdefault(entry["stream"], len(streams))
+            events.append(Event(action, address, entry["size"], stream, tuple(entry.get("pool_id", (0, 0)))))
+    return events
+
+
+def _event(action: str, address: int, size: int, stream: int, *pool_id: int) -> Event:
+    first, second = pool_id or (0, 0)
+    return Event(action, address, size, stream, (first, second))
+
+
+def _row(event: Event) -> list[str | int]:
+    row: list[str | int] = [event.action, event.address, event.size, event.stream]
+    return row if event.pool_id == (0, 0) else [*row, *event.pool_id]

@@ -104,8 +104,7 @@ class Operator:
         written = tensors_in([self._argument(name, args, kwargs) for name in self.writes]) if self.writes else []
         values = active.values
         if self.overwrites:
-            overwritten = tensors_in([self._argument(name, args, kwargs) for name in self.overwrites])
-            inputs = [tensor for tensor in inputs if not any(tensor is target for target in overwritten)]
+            inputs = self._read(args, kwargs)
         if self.computes is None or (self.is_product and not values.multiplies) or not values.known(inputs):
             values.forget(written)
             return results
@@ -116,6 +115,13 @@ class Operator:
         else:
             values.compute(tensors_in(results), inputs, compute)
         return results
+
+    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The simulated tensors that are read; one of them may be written as well, as another argument."""
+        named = [*zip(self.parameters, args, strict=False), *kwargs.items()]
+        inputs: list[Tensor] = []
+        sort_tensors([value for name, value in named if name not in self.overwrites], inputs, [])
+        return inputs
 
     def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:

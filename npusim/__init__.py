@@ -27,6 +27,12 @@ def __getattr__(name: str) -> Any:
     # Lazy, since these import torch, which takes seconds.
     if name in _HOMES:
         import importlib
+        import sys
+
+        if "torch" not in sys.modules:  # which would load a real torch_npu, unless it finds the double under that name
+            from npusim.installation import expose_doubles
+
+            expose_doubles()
 
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

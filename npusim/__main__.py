@@ -40,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     calibrate = commands.add_parser("calibrate", help="derive a device profile's calibrated values from recordings")
     calibrate.add_argument("files", nargs="+", type=Path, metavar="FILE")
     calibrate.set_defaults(action=_calibrate)
+    doctor = commands.add_parser("doctor", help="show versions, devices, what works here and what is missing")
+    doctor.set_defaults(action=_doctor)
     return parser
 
 
@@ -72,6 +74,17 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     print(toml(calibrate([read_recording(path) for path in options.files])), end="")
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from npusim.doctor import examine
+
+    del options
+    findings = list(examine())
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{'!' if finding.is_problem else ' '} {finding.subject:<{width}}  {finding.text}")
+    return 1 if any(finding.is_problem for finding in findings) else 0
 
 
 if __name__ == "__main__":

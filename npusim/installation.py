@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from npusim.errors import WorldError
+
 if TYPE_CHECKING:
     from npusim.world import SimWorld
 
@@ -18,6 +20,11 @@ def expose_doubles() -> None:
         sys.path.insert(0, VENDOR_PATH)
 
 
+def is_double(file: str | None) -> bool:
+    """Whether a vendor module's file is the double's."""
+    return file is not None and Path(file).resolve().is_relative_to(Path(VENDOR_PATH).resolve())
+
+
 def install(world: SimWorld) -> SimWorld:
     """Make ``torch_npu``, ``xlite`` and device ``npu`` mean this world, until :func:`uninstall`.
 
@@ -28,8 +35,14 @@ def install(world: SimWorld) -> SimWorld:
         WorldError: Another world is active, or the real torch_npu was imported into this process.
     """
     expose_doubles()
-    import torch_npu  # noqa: F401 - registers device npu
+    import torch_npu  # registers device npu
 
+    if not is_double(torch_npu.__file__):
+        raise WorldError(
+            f"the real torch_npu ({torch_npu.__file__}) was imported into this process, maybe by torch itself; the "
+            "simulated and the real one never share a process. Import npusim.SimWorld before torch, or set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+        )
     from npusim.torch_backend import registration
 
     registration.activate(world)

@@ -35,7 +35,7 @@ BELOW: dict[str, set[str]] = {
     "testing": {"device", "errors", "hccl", "hook", "installation", "memory", "torch_backend", "world"},
 }
 """Rooms of npusim, and what each may import besides itself."""
-ROOTS = {"__init__", "__main__", "device_option", "hook", "installation", "pytest_plugin", "world"}
+ROOTS = {"__init__", "__main__", "device_option", "doctor", "hook", "installation", "pytest_plugin", "world"}
 """Modules that put the rooms together, or by which npusim is entered."""
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),

@@ -12,7 +12,7 @@ import pytest
 
 import npusim
 from npusim.errors import ProfileError
-from npusim.installation import VENDOR_PATH, expose_doubles
+from npusim.installation import VENDOR_PATH, expose_doubles, is_double
 
 DEVICES = ("sim", "npu")
 DIGEST_LENGTH = 12
@@ -113,17 +113,13 @@ def require_sim() -> None:
     Raises:
         pytest.UsageError: The real torch_npu is in this process already.
     """
-    if "torch_npu" in sys.modules and not _is_double(sys.modules["torch_npu"].__file__):
+    if "torch_npu" in sys.modules and not is_double(sys.modules["torch_npu"].__file__):
         raise pytest.UsageError(
             "the simulated device cannot be used: the real torch_npu was imported into this process, by a test, by a "
             'conftest.py, or by torch itself. Choose the device before: npusim_device = "sim" in the configuration '
             "file, or --npusim-device=sim; or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         )
     expose_doubles()
-
-
-def _is_double(file: str | None) -> bool:
-    return file is not None and file.startswith(VENDOR_PATH)
 
 
 def _require_npu() -> None:
@@ -135,7 +131,7 @@ def _require_npu() -> None:
             "device npu needs the torch_npu package, which is not installed in this environment; install the wheel "
             "that matches your torch and CANN (pip install torch-npu), or choose device sim"
         )
-    if _is_double(spec.origin):
+    if is_double(spec.origin):
         raise pytest.UsageError(
             f"device npu was chosen, but torch_npu is npusim's double; take {VENDOR_PATH} out of PYTHONPATH, and run "
             "the tests outside python -m npusim run"

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from npusim.installation import VENDOR_PATH
+from npusim.errors import WorldError
+from npusim.installation import VENDOR_PATH, install
 from npusim.testing.choice import Choice, prepare, require_sim
 
 CARD = Choice("npu", explicit=True, profile="a3-64g", seed=0)
@@ -73,6 +74,8 @@ def test_simulated_and_real_never_share_a_process(fake_npu):
 
     with pytest.raises(pytest.UsageError, match="the real torch_npu was imported into this process, by"):
         require_sim()
+    with pytest.raises(WorldError, match=r"^the real torch_npu \(.*\) was imported into this process, maybe by torch"):
+        install(object())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,17 +58,17 @@ class TorchNpuServer:
 def difference(server: TorchNpuServer, program: Program) -> tuple[int, str] | None:
     """Where the allocators part: the operation's index, and both sides; or None."""
     server.send(program)
-    model = json.loads(run_on_model(program).to_json())
-    real = json.loads(server.receive().to_json())
-    for index, (expected, found) in enumerate(zip(real["steps"], model["steps"], strict=False)):
+    model = Recording.from_json(run_on_model(program).to_json())  # what JSON has no name for looks alike on both sides
+    real = server.receive()
+    for index, (expected, found) in enumerate(zip(real.steps, model.steps, strict=False)):
         if expected != found:
-            return index, f"operation {index}, {program.operations[index]}:\n{_parting(expected, found)}"
+            return index, f"operation {index}, {program.operations[index]}:\n{_parting(vars(expected), vars(found))}"
     if real == model:
         return None
-    if real["error"] or model["error"]:
-        index = min(len(model["steps"]), len(program.operations) - 1)
-        return index, f"the end: torch_npu {real['error']!r}, npusim {model['error']!r}"
-    return len(program.operations) - 1, f"after all operations:\n{_parting(real, model)}"
+    if real.error or model.error:
+        index = min(len(model.steps), len(program.operations) - 1)
+        return index, f"the end: torch_npu {real.error!r}, npusim {model.error!r}"
+    return len(program.operations) - 1, f"after all operations:\n{_parting(vars(real), vars(model))}"
 
 
 def shrunk(program: Program, differs: Callable[[Program], int | None]) -> Program:

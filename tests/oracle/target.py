@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 ERRORS = (RuntimeError, ValueError, TypeError)
@@ -35,7 +35,7 @@ class Program:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Recording:
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self) | {"steps": [vars(step) for step in self.steps]})
 
 
 class Target(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,5 +85,6 @@ def _cann_version(world: SimWorld | None) -> str:
 
 
 def _file_name(test: str, device_index: int) -> str:
-    stem = re.sub(r"[^\w.-]+", "-", test).strip("-")
-    return f"{stem}.npu{device_index}.json.gz"
+    stem = re.sub(r"[^\w.-]+", "-", test).strip("-")[:100]
+    tag = hashlib.sha256(test.encode()).hexdigest()[:6]  # names that are alike or long stay apart
+    return f"{stem}-{tag}.npu{device_index}.json.gz"

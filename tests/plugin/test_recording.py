@@ -15,6 +15,7 @@ from npusim.testing.calibrate import calibrate
 from npusim.testing.recording import Event, Phase, Recording, read_recording
 from npusim.testing.replay import replay, report
 
+ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 PROGRAM = """
 import gc
@@ -122,19 +123,7 @@ def test_expandable_segments(run, pytester):
 def test_calibrate(run, pytester, capsys):
     """What the profile says comes out of the recording again."""
     run(
-        """
-        import torch
-
-        def test_steps(npu_memory):
-            x = torch.empty(1000, device="npu")
-            npu_memory.phase("opened")
-            x.zero_()
-            npu_memory.phase("first operator")
-            graph = torch.npu.NPUGraph()
-            with torch.npu.graph(graph):
-                y = x + 1
-            npu_memory.phase("graph captured")
-        """,
+        (ROOT / "examples" / "ci" / "test_calibration.py").read_text(encoding="utf-8"),
         "--npusim-record=out",
         "--npusim-profile=a2-64g",
     ).assert_outcomes(passed=1)

@@ -126,6 +126,7 @@ def test_cycles_are_freed_by_the_collector():
     assert allocated() == before
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch_npu's own copy uses it
 def test_deepcopy_of_tensors_and_modules():
     before = allocated()
     tensor = torch.arange(4, device="npu")

@@ -11,6 +11,8 @@ import torch
 from npusim.ops.operator import schemas
 from tests.ops.operator_replay import LEDGER, Kind, Record, Replayer, families, is_call, load, records
 
+pytestmark = pytest.mark.sim_only("the recordings are of the real operators")
+
 CALLS = {family: calls for family in families() if (calls := [record for record in records(family) if is_call(record)])}
 
 

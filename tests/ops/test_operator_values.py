@@ -13,6 +13,8 @@ from torch.nn import functional
 from npusim import SimWorld
 from npusim.errors import CollectiveMismatchError, UncomputedValueError
 
+pytestmark = pytest.mark.sim_only("what the simulated operators compute")
+
 NPU = "npu:0"
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytest.importorskip("xlite._C")
+
 from xlite_runner.adapters import ADAPTERS, LlamaXliteModel, QwenMoeXliteModel, get_adapter
 from xlite_runner.adapters.base import set_known_attributes
 from xlite_runner.config import EngineArgs, ModelConfig, check_and_update_config

@@ -121,6 +121,7 @@ def whole_sequence(runner, request, monkeypatch):
 
 
 @real_values
+@pytest.mark.needs("values")
 def test_steps_over_the_cache_equal_plain_attention(runner, monkeypatch):
     """The first request fills its first block and goes on in another one, in front of it in the cache."""
     requests = [Request(140, [5, 3], seed=1), Request(9, [1], seed=2)]
@@ -139,6 +140,7 @@ def test_steps_over_the_cache_equal_plain_attention(runner, monkeypatch):
 
 
 @real_values
+@pytest.mark.needs("values")
 def test_each_token_is_written_to_its_slot_and_to_no_other(runner):
     runner.initialize_kv_cache(plan_kv_cache(runner.get_kv_cache_spec(), num_blocks=3))
     run_step(runner, STATE.PREFILL_NO_CACHE, [Request(4, [2], seed=3)], [4])
@@ -181,6 +183,7 @@ def test_the_causal_mask_is_made_once_when_it_is_first_needed(npu_device):
     assert torch.equal(mask.cpu(), torch.triu(torch.ones(2048, 2048, dtype=torch.int8), diagonal=1))
 
 
+@pytest.mark.needs("values")
 def test_lengths_and_places_in_the_metadata(npu_device):
     builder = AscendAttentionMetadataBuilder(npu_device)
     metadata = builder.build(

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytest.importorskip("xlite._C")
+
 from xlite_runner import graph_capture
 from xlite_runner.config import CUDAGraphMode, ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.graph_capture import MIN_GRAPH_BYTES

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("xlite._C")
+
 from xlite_runner.budget import graph_estimate_message, graph_memory_message
 from xlite_runner.config import CUDAGraphMode, EngineArgs, ModelConfig, check_and_update_config
 from xlite_runner.cudagraph_dispatcher import CudagraphDispatcher

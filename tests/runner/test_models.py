@@ -168,6 +168,7 @@ def run(request) -> tuple[dict[str, Any], list[Rank]]:
     return record, run_ranks(request, record, lambda rank, store: Rank(record, rank, store))
 
 
+@pytest.mark.needs("vllm_ascend")
 def test_weights(run):
     """Every tensor that upstream keeps after loading, and no other; scaled to the number of layers."""
     record, ranks = run
@@ -196,6 +197,7 @@ def test_bytes_alive_and_peak_of_every_layer(run):
             assert (phase, name, alive, peak) == (phase, name, upstream_alive, upstream_peak)
 
 
+@pytest.mark.needs("vllm_ascend")
 def test_logits_cover_the_vocabulary_and_nothing_stays_alive(run):
     record, ranks = run
     for rank in ranks:
@@ -203,6 +205,7 @@ def test_logits_cover_the_vocabulary_and_nothing_stays_alive(run):
         assert rank.marks[-1][:3] == ("end", "nothing held", 0)
 
 
+@pytest.mark.needs("vllm_ascend")
 def test_kv_cache_specs(run):
     record, ranks = run
     model, tp_size = record["model"], record["engine_args"]["tensor_parallel_size"]

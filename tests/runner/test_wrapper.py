@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("xlite._C")
+
 from xlite_runner.config import ProfilePolicy
 from xlite_runner.dispatch import Dispatcher, Route, first_metadata
 from xlite_runner.forward_context import BatchDescriptor, ForwardContext

@@ -30,10 +30,14 @@ def environment() -> dict[str, str]:
     Raises:
         StubCannError: torch_npu or a compiler is missing, or the build fails.
     """
-    libraries = [str(libraries_folder())]
-    if os.environ.get("LD_LIBRARY_PATH"):
-        libraries.append(os.environ["LD_LIBRARY_PATH"])
-    return os.environ | {"LD_LIBRARY_PATH": ":".join(libraries)}
+    folder = str(libraries_folder())
+    earlier = os.environ.get("LD_LIBRARY_PATH")
+    return os.environ | {"LD_LIBRARY_PATH": f"{folder}:{earlier}" if earlier else folder}
+
+
+def runs_on_the_stub() -> bool:
+    """Whether this process runs on the stub."""
+    return str(BUILDS) in os.environ.get("LD_LIBRARY_PATH", "")
 
 
 def libraries_folder() -> Path:

@@ -1,7 +1,7 @@
 """What one operator costs on the simulated device, with all its memory accounted for, beside torch's FakeTensorMode.
 
 Both run the same layers in the same process: bf16 linear layers, and a small SwiGLU block. FakeTensorMode accounts for
-no memory; torch's own MemTracker on top of it would, and is shown too.
+no memory.
 
     python benchmarks/dispatch.py
 """
@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from npusim import SimWorld
 
@@ -57,18 +56,14 @@ def best_us(run: Callable[[], object], repetitions: int = REPETITIONS) -> float:
 
 def main() -> None:
     table = Table(title=f"microseconds per run, best of {ROUNDS} rounds of {REPETITIONS}")
-    for column in ("layers", "npusim, accounted", "FakeTensorMode", "ratio", "FakeTensorMode + MemTracker"):
+    for column in ("layers", "npusim, accounted", "FakeTensorMode", "ratio"):
         table.add_column(column, justify="left" if column == "layers" else "right")
     for name, make in (("Linear, bf16", linear), ("SwiGLU block, bf16", swiglu_block)):
         with SimWorld(environment={"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}), torch.inference_mode():
             ours = best_us(make("npu"))
         with FakeTensorMode(), torch.inference_mode():
             fake = best_us(make("cpu"))
-        with FakeTensorMode(), torch.inference_mode():
-            run = make("cpu")
-            with MemTracker():
-                tracked = best_us(run, 10)
-        table.add_row(name, f"{ours:.1f}", f"{fake:.1f}", f"{ours / fake:.2f}", f"{tracked:.0f}")
+        table.add_row(name, f"{ours:.1f}", f"{fake:.1f}", f"{ours / fake:.2f}")
     Console().print(table)
 
 

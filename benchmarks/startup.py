@@ -38,10 +38,10 @@ def main() -> None:
     import torch
     import torch.distributed
 
-    import xlite_runner.engine  # noqa: F401 - imported for its cost
     from npusim import SimWorld
 
-    SimWorld().__enter__().__exit__(None, None, None)
+    with SimWorld():
+        import xlite_runner.engine  # noqa: F401 - imported for its cost
     console = Console()
     console.print(
         f"imports {time.perf_counter() - begin:.2f} s, torch {torch.__version__}, Python {sys.version.split()[0]}"

@@ -10,8 +10,6 @@ import torch_npu
 
 from npusim.errors import UnmodelledCallError
 
-pytestmark = pytest.mark.sim_only("the stand-in cannot capture")
-
 
 def test_a_group_is_closed_into_a_handle_by_which_it_is_updated(npu_world):
     event, graph, update_stream = torch.npu.ExternalEvent(), torch.npu.NPUGraph(), torch.npu.Stream()
@@ -40,6 +38,7 @@ def begin_twice():
         torch.npu.graph_task_group_begin(torch.npu.current_stream())
 
 
+@pytest.mark.sim_only("the driver refuses these; the texts are assumed")
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -76,6 +75,7 @@ def test_calls_in_the_wrong_order(npu_world, call, error, message):
         call()
 
 
+@pytest.mark.sim_only("what is not modelled")
 def test_a_stream_waits_for_an_external_event(npu_world):
     event, stream = torch.npu.ExternalEvent(), torch.npu.Stream()
     event.record(torch.npu.current_stream())
@@ -85,6 +85,7 @@ def test_a_stream_waits_for_an_external_event(npu_world):
         event.wait(stream)
 
 
+@pytest.mark.sim_only("looks into the world")
 @pytest.mark.npu_settings(values="real")
 def test_a_weak_reference_sees_the_same_memory_and_does_not_keep_it(npu_world):
     tensor = torch.arange(12, device="npu").view(3, 4)[1:]
@@ -104,6 +105,7 @@ def test_a_weak_reference_sees_the_same_memory_and_does_not_keep_it(npu_world):
     assert len(npu_world.storages) == num_storages - 1
 
 
+@pytest.mark.sim_only("looks into the world")
 def test_a_weak_reference_may_die_first(npu_world):
     tensor = torch.zeros(4, device="npu")
     torch_npu._C._weak_ref_tensor(tensor)

@@ -37,10 +37,7 @@ def test_reset_without_a_capture_does_nothing(npu_world):
     torch.npu.NPUGraph().reset()
 
 
-needs_capture = pytest.mark.sim_only("needs graph capture, which CANN's stand-in lacks")
-
-
-@needs_capture
+@pytest.mark.sim_only("reads the world's ledger")
 def test_what_is_allocated_in_a_capture_stays_in_its_pool(npu_world):
     npu_world.cards[0].launch("any", npu_world.cards[0].default_stream)  # so that the operator library is there
     graph = torch.npu.NPUGraph()
@@ -64,7 +61,7 @@ def test_what_is_allocated_in_a_capture_stays_in_its_pool(npu_world):
     graph.reset()
 
 
-@needs_capture
+@pytest.mark.sim_only("counts on a process without other memory")
 def test_a_graph_that_dies_lets_go_of_its_pool(npu_world):
     graph = torch.npu.NPUGraph()
     free = torch.npu.mem_get_info()[0]
@@ -75,7 +72,7 @@ def test_a_graph_that_dies_lets_go_of_its_pool(npu_world):
     assert torch.npu.mem_get_info()[0] == free
 
 
-@needs_capture
+@pytest.mark.sim_only("torch_npu reserves 2 MiB more, it is not known for what")
 def test_graphs_share_a_pool(npu_world):
     pool = torch.npu.graph_pool_handle()
     graphs = [torch.npu.NPUGraph() for _ in range(2)]
@@ -92,7 +89,6 @@ def test_graphs_share_a_pool(npu_world):
     assert torch.npu.memory_reserved() == 0
 
 
-@needs_capture
 def test_captures_use_one_stream_or_the_given_one(npu_world):
     seen = []
     for stream in (None, None, torch.npu.Stream()):
@@ -101,7 +97,7 @@ def test_captures_use_one_stream_or_the_given_one(npu_world):
     assert seen[0] == seen[1] != seen[2]
 
 
-@needs_capture
+@pytest.mark.sim_only("torch_npu stays on the capture's stream when it refuses")
 def test_a_graph_is_captured_once(npu_world):
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):
@@ -112,7 +108,7 @@ def test_a_graph_is_captured_once(npu_world):
     assert torch.npu.current_stream().stream_id == 0
 
 
-@needs_capture
+@pytest.mark.sim_only("the driver's refusal; its text is assumed")
 def test_captures_do_not_nest(npu_world):
     outer, inner = torch.npu.NPUGraph(), torch.npu.NPUGraph()
     with torch.npu.stream(torch.npu.Stream()):
@@ -123,7 +119,7 @@ def test_captures_do_not_nest(npu_world):
     outer.replay()
 
 
-@needs_capture
+@pytest.mark.sim_only("torch_npu may complain of a device number that it never set")
 def test_a_capture_ends_where_it_began(npu_world):
     graph = torch.npu.NPUGraph()
     with pytest.raises(RuntimeError, match=re.escape("capture_end() called before capture_begin().")):
@@ -137,7 +133,6 @@ def test_a_capture_ends_where_it_began(npu_world):
         graph.capture_end()
 
 
-@needs_capture
 def test_an_error_ends_the_capture(npu_world):
     graph = torch.npu.NPUGraph()
     with pytest.raises(ZeroDivisionError), torch.npu.graph(graph):
@@ -147,7 +142,7 @@ def test_an_error_ends_the_capture(npu_world):
         pass
 
 
-@needs_capture
+@pytest.mark.sim_only("the driver's refusal; its text is assumed")
 @pytest.mark.parametrize("call", [lambda tensor: torch.npu.synchronize(), lambda tensor: tensor.item()])
 def test_the_host_does_not_wait_in_a_capture(npu_world, call):
     tensor = torch.ones((), device="npu")
@@ -156,7 +151,7 @@ def test_the_host_does_not_wait_in_a_capture(npu_world, call):
     assert tensor.item() == 1
 
 
-@needs_capture
+@pytest.mark.sim_only("the environment of a process")
 @pytest.mark.npu_settings(environment={"TASK_QUEUE_ENABLE": "2"})
 def test_no_capture_with_the_second_task_queue(npu_world):
     message = "Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture, please export TASK_QUEUE_ENABLE=1/0."
@@ -164,7 +159,7 @@ def test_no_capture_with_the_second_task_queue(npu_world):
         pass
 
 
-@needs_capture
+@pytest.mark.sim_only("what is not modelled")
 @pytest.mark.npu_settings(values="real")
 def test_replay_computes_nothing(npu_world):
     from npusim.errors import UnmodelledCallError

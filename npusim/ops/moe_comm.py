@@ -65,18 +65,28 @@ def _shares(
 
 def _place(
     ids: Sequence[Tensor], masks: Sequence[Tensor | None], num_experts: int, receiver: int
-) -> list[list[Tensor]]:
-    """Entries (token * k + choice) that a rank receives, by its experts and then by sender."""
-    received = []
-    for expert in range(receiver * num_experts, (receiver + 1) * num_experts):
-        by_sender = []
-        for chosen, mask in zip(ids, masks, strict=True):
-            hit = chosen == expert
-            if mask is not None:
-                hit &= mask.view(len(chosen), -1)
-            by_sender.append(hit.flatten().nonzero().flatten())
-        received.append(by_sender)
-    return received
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank receives, by its experts and then by sender.
+
+    Returns the sender and the entry (token * k + choice) of each row, and the number of rows per expert and sender.
+    """
+    num_senders = len(ids)
+    experts = torch.cat([chosen.flatten() for chosen in ids]).long() - receiver * num_experts
+    senders = torch.cat([torch.full((chosen.numel(),), sender) for sender, chosen in enumerate(ids)])
+    entries = torch.cat([torch.arange(chosen.numel()) for chosen in ids])
+    active = torch.cat(
+        [
+            torch.ones(chosen.numel(), dtype=torch.bool)
+            if mask is None
+            else mask.view(len(chosen), -1).expand_as(chosen).flatten()
+            for chosen, mask in zip(ids, masks, strict=True)
+        ]
+    )
+    arrives = active & (experts >= 0) & (experts < num_experts)
+    groups = experts[arrives] * num_senders + senders[arrives]
+    order = groups.argsort(stable=True)
+    rows = torch.bincount(groups, minlength=num_experts * num_senders).view(num_experts, num_senders)
+    return senders[arrives][order], entries[arrives][order], rows
 
 
 def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str, Any]) -> None:
@@ -90,40 +100,29 @@ def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[s
         num_choices = ids[0].shape[1]
         sizes = [(p["expand_x"].shape[0], p["assist"].shape[0]) for p in payloads]
 
-        def places(hosts: Sequence[Tensor]) -> list[list[list[Tensor]]]:
+        def places(hosts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
             given = iter(hosts[num_ranks:])
             host_masks = [next(given) if has else None for has in masked]
             return [_place(hosts[:num_ranks], host_masks, num_experts, receiver) for receiver in receivers]
 
         def counts(*hosts: Tensor) -> list[Tensor]:
             results = []
-            for receiver, received in zip(receivers, places(hosts), strict=True):
-                rows = torch.tensor([[len(entries) for entries in by_sender] for by_sender in received])
+            for receiver, (senders, entries, rows) in zip(receivers, places(hosts), strict=True):
                 tokens = rows.sum(1)
+                triples = torch.stack((senders, entries // num_choices, entries % num_choices), dim=1)
                 assist = torch.zeros(sizes[receiver][1], dtype=torch.int32)
-                row = 0
-                for by_sender in received:
-                    for sender, entries in enumerate(by_sender):
-                        for entry in entries.tolist():
-                            triple = (sender, entry // num_choices, entry % num_choices)
-                            assist[row * _ASSIST_WORDS : row * _ASSIST_WORDS + 3] = torch.tensor(
-                                triple, dtype=torch.int32
-                            )
-                            row += 1
-                received_counts = rows.flatten().cumsum(0).int()
-                results += [tokens if counts_type else tokens.cumsum(0), received_counts, assist]
+                assist[: len(triples) * _ASSIST_WORDS].view(-1, _ASSIST_WORDS)[:, :3] = triples
+                results += [tokens if counts_type else tokens.cumsum(0), rows.flatten().cumsum(0).int(), assist]
             return results
 
         def rows(*hosts: Tensor) -> list[Tensor]:
             xs = hosts[:num_ranks]
+            starts = torch.tensor([0, *(len(x) for x in xs)]).cumsum(0)
+            tokens = torch.cat(xs)
             results = []
-            for receiver, received in zip(receivers, places(hosts[num_ranks:]), strict=True):
-                arrived = [
-                    xs[s][entries // num_choices] for by_sender in received for s, entries in enumerate(by_sender)
-                ]
-                result = torch.zeros(sizes[receiver][0], xs[0].shape[1], dtype=xs[0].dtype)
-                arrived_rows = torch.cat(arrived)
-                result[: len(arrived_rows)] = arrived_rows
+            for receiver, (senders, entries, _) in zip(receivers, places(hosts[num_ranks:]), strict=True):
+                result = torch.zeros(sizes[receiver][0], tokens.shape[1], dtype=tokens.dtype)
+                result[: len(entries)] = tokens[starts[senders] + entries // num_choices]
                 results.append(result)
             return results
 

@@ -316,7 +316,9 @@ def test_host_tensors_are_refused():
 
 
 def test_strided_tensors_are_refused():
-    strided = lambda: torch.ones(4, 4, device="npu").t()  # noqa: E731
+    def strided() -> torch.Tensor:
+        return torch.ones(4, 4, device="npu").t()
+
     for call in (
         lambda rank: dist.all_reduce(strided()),
         lambda rank: dist.broadcast(strided(), 0),

@@ -243,11 +243,16 @@ def test_pool_with_a_users_allocator(bench: MakeBench, version: str, conf: str, 
     assert not device.ledger.used_bytes
 
 
+class FailingAllocator(CountingAllocator):
+    """A user's allocator that has nothing left."""
+
+    def alloc(self, num_bytes: int, device: int, stream: int) -> int:
+        return 0
+
+
 def test_users_allocator_may_fail(bench: MakeBench) -> None:
     device = bench()
-    user = CountingAllocator(device)
-    user.alloc = lambda num_bytes, device, stream: 0  # type: ignore[method-assign]
-    device.allocator.create_pool((0, 1), allocator=user)
+    device.allocator.create_pool((0, 1), allocator=FailingAllocator(device))
     device.allocator.begin_allocate_to_pool((0, 1))
     with pytest.raises(OutOfMemoryError):
         device.malloc(1000, 0)

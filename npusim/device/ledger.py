@@ -43,6 +43,9 @@ class LedgerEntry:
     source: str
 
 
+_Kind = tuple[Owner, str, Grade, str]
+
+
 class LedgerFullError(NpusimError):
     """A holding would not fit in what is left of the device's memory; nothing was charged."""
 
@@ -52,13 +55,21 @@ class Ledger:
 
     Args:
         capacity_bytes: HBM visible to software, in bytes.
+
+    Attributes:
+        used_bytes: In use now.
+        peak_bytes: Most in use since the start, or since :meth:`reset_peak`.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes: Final = capacity_bytes
         self.used_bytes = 0
+        self.peak_bytes = 0
         self._entries: dict[int, LedgerEntry] = {}
         self._next_id = 1
+        self._sums: dict[_Kind, int] = {}
+        self._peak_sums: dict[_Kind, int] | None = None
+        """Taken when the first holding is given back after a peak; None: the peak is now."""
 
     @property
     def free_bytes(self) -> int:
@@ -79,7 +90,12 @@ class Ledger:
         entry_id = self._next_id
         self._next_id += 1
         self._entries[entry_id] = LedgerEntry(owner, label, num_bytes, grade, source)
+        kind = (owner, label, grade, source)
+        self._sums[kind] = self._sums.get(kind, 0) + num_bytes
         self.used_bytes += num_bytes
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
+            self._peak_sums = None
         return entry_id
 
     def release(self, entry_id: int) -> None:
@@ -88,7 +104,25 @@ class Ledger:
         Raises:
             KeyError: There is no such holding (any more).
         """
-        self.used_bytes -= self._entries.pop(entry_id).num_bytes
+        entry = self._entries.pop(entry_id)
+        if self._peak_sums is None:
+            self._peak_sums = dict(self._sums)
+        self._sums[entry.owner, entry.label, entry.grade, entry.source] -= entry.num_bytes
+        self.used_bytes -= entry.num_bytes
+
+    def reset_peak(self) -> None:
+        """Let the peak start anew from what is in use now."""
+        self.peak_bytes = self.used_bytes
+        self._peak_sums = None
+
+    def peak_holdings(self) -> tuple[LedgerEntry, ...]:
+        """Who held the bytes when most were in use: one entry per owner and label, without those that held nothing."""
+        sums = self._sums if self._peak_sums is None else self._peak_sums
+        return tuple(
+            LedgerEntry(owner, label, num_bytes, grade, source)
+            for (owner, label, grade, source), num_bytes in sums.items()
+            if num_bytes
+        )
 
     def entries(self) -> tuple[LedgerEntry, ...]:
         """All holdings, oldest first."""

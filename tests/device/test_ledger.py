@@ -71,3 +71,28 @@ def test_used_bytes_are_the_sum_of_the_entries(steps):
             ledger.release(held.pop(number % len(held)))
         assert ledger.used_bytes == sum(entry.num_bytes for entry in ledger.entries()) <= ledger.capacity_bytes
         assert ledger.used_bytes == sum(ledger.bytes_by_owner().values())
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(["charge", "charge", "release", "reset"]), st.integers(0, 60)), max_size=40))
+def test_the_peak_and_who_held_it(steps):
+    """Against a ledger that is looked at after every step."""
+    ledger, held = Ledger(2400), []
+    best: dict[str, int] = {}
+    for action, number in steps:
+        if action == "charge":
+            held.append(ledger.charge(Owner.RAW, f"label {number % 3}", number, Grade.EXACT, "a test"))
+        elif action == "release" and held:
+            ledger.release(held.pop(number % len(held)))
+        now: dict[str, int] = {}
+        for entry in ledger.entries():
+            now[entry.label] = now.get(entry.label, 0) + entry.num_bytes
+        if action == "reset":
+            ledger.reset_peak()
+            best = now
+        elif sum(now.values()) > sum(best.values()):
+            best = now
+        assert ledger.peak_bytes == sum(best.values())
+        assert {entry.label: entry.num_bytes for entry in ledger.peak_holdings()} == {
+            label: num_bytes for label, num_bytes in best.items() if num_bytes
+        }

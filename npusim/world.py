@@ -19,7 +19,7 @@ from npusim.memory.config import AllocatorConfig
 from npusim.memory.versions import VERSIONS as TORCH_NPU_VERSIONS
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.storage import StorageTable
-from npusim.torch_backend.values import RealValues, ShapeValues, Values
+from npusim.torch_backend.values import RealValues, ShapeValues, Told, Values
 from npusim.xlite.versions import VERSIONS as XLITE_VERSIONS
 
 T = TypeVar("T")
@@ -37,6 +37,9 @@ class SimWorld:
             this process' own environment at this moment.
         values: ``shape``: numbers exist only where they follow from host data, so that a model's size costs nothing.
             ``real``: everything is computed; for tiny models.
+        told_values: In a world of shapes, asked for the numbers of a device tensor that is read though nobody computed
+            them, e.g. sampled tokens: a :class:`npusim.told.ToldTokens`, or a function of the tensor that returns a
+            host tensor, or None for an error as without it.
         torch_npu_version: Release whose allocator is imitated: ``2.13`` or ``2.10``.
         xlite_version: Release of xlite that is imitated.
         total_bytes: Memory of each device instead of the profile's; one number for all, or one per device (None: the
@@ -60,6 +63,7 @@ class SimWorld:
         seed: int = 0,
         environment: Mapping[str, str] | None = None,
         values: Literal["shape", "real"] = "shape",
+        told_values: Told | None = None,
         torch_npu_version: str = "2.13",
         xlite_version: str = "0.1.0rc11",
         total_bytes: int | Sequence[int | None] | None = None,
@@ -80,7 +84,9 @@ class SimWorld:
         self.clock = simpy.Environment()
         self.ranks = Ranks() if lone_rank is None else LoneRank(lone_rank)
         self.storages = StorageTable()
-        self.values: Values = RealValues(self.storages) if values == "real" else ShapeValues(self.storages)
+        self.values: Values = (
+            RealValues(self.storages) if values == "real" else ShapeValues(self.storages, told=told_values)
+        )
         totals = _per_device("total_bytes", total_bytes, num_devices)
         frees = _per_device("free_bytes", free_bytes, num_devices)
         others = _per_device("other_processes", other_processes or {}, num_devices)

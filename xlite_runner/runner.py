@@ -38,6 +38,7 @@ from xlite_runner.models.attention import (
 )
 from xlite_runner.models.loader import build_model
 from xlite_runner.models.rotary import CosSinBuffers
+from xlite_runner.serving.step_runner import StepRunner
 
 if TYPE_CHECKING:
     from xlite_runner.parallel_state import ParallelState
@@ -58,6 +59,8 @@ class NPUModelRunner:
         acl_graph: The wrapper that captures the model; only there if the configuration has full graphs.
         model_memory_usage: Bytes that loading the weights left allocated.
         kv_caches: Filled by :meth:`initialize_kv_cache`.
+        graphs: Captures its decode steps.
+        steps: Executes the scheduler's steps.
     """
 
     def __init__(self, config: RunnerConfig, parallel: ParallelState, device: torch.device) -> None:
@@ -79,6 +82,7 @@ class NPUModelRunner:
         self.model_memory_usage = 0
         self.kv_caches: KVCaches = []
         self.graphs = GraphRunner(self)
+        self.steps = StepRunner(self)
 
     @property
     def xlite_pool_mb(self) -> int | None:
@@ -171,9 +175,36 @@ class NPUModelRunner:
         ):
             query_len = self.config.uniform_decode_query_len if uniform_decode else None
             metadata = self._dummy_attn_metadata(num_tokens, query_len, descriptor, profile_seq_lens)
+        return self.forward(descriptor, metadata, mode, is_profile=is_profile)
+
+    def forward(
+        self,
+        descriptor: BatchDescriptor,
+        metadata: object | None,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        *,
+        num_actual_tokens: int | None = None,
+        is_profile: bool = False,
+    ) -> torch.Tensor:
+        """Run the model on what the buffers hold; returns the hidden states.
+
+        Args:
+            descriptor: Shape with padding.
+            metadata: Attention metadata by layer name; None if attention is not computed.
+            cudagraph_runtime_mode: NONE or FULL.
+            num_actual_tokens: Tokens without padding; all if None.
+            is_profile: The memory profile is being taken.
+        """
         input_ids = self.buffers.input_ids[: descriptor.num_tokens]
         positions = self.buffers.positions[: descriptor.num_tokens]
-        context = self._forward_context(descriptor, positions, metadata, mode, is_profile=is_profile)
+        context = self._forward_context(
+            descriptor,
+            positions,
+            metadata,
+            cudagraph_runtime_mode,
+            num_actual_tokens=num_actual_tokens,
+            is_profile=is_profile,
+        )
         hidden_states: torch.Tensor = self.model(input_ids, positions, context)
         return hidden_states
 
@@ -184,6 +215,7 @@ class NPUModelRunner:
         metadata: object | None,
         cudagraph_runtime_mode: CUDAGraphMode,
         *,
+        num_actual_tokens: int | None = None,
         is_profile: bool,
     ) -> ForwardContext:
         cos, sin = self.cos_sin.update(self._cos_sin_cache(), positions)
@@ -191,6 +223,7 @@ class NPUModelRunner:
             self.config,
             self.device_type,
             descriptor,
+            num_actual_tokens=num_actual_tokens,
             attn_metadata=metadata,
             in_profile_run=is_profile,
             cudagraph_runtime_mode=cudagraph_runtime_mode,

@@ -18,6 +18,7 @@ from xlite_runner.scenario import Scenario
 
 if TYPE_CHECKING:
     from npusim.device.profile import DeviceProfile
+    from npusim.torch_backend.values import Told
     from npusim.world import SimWorld
 
 
@@ -62,8 +63,18 @@ def build_world(
     profile: DeviceProfile | None = None,
     *,
     lone_rank: int | None = None,
+    told_values: Told | None = None,
 ) -> SimWorld:
-    """The simulated devices that a scenario describes, one per rank; with ``lone_rank`` only that rank will run."""
+    """The simulated devices that a scenario describes, one per rank.
+
+    Args:
+        scenario: Device, memory and other processes.
+        config: The engine's configuration.
+        policy: What the profile run executes in xlite full mode.
+        profile: The devices' profile, if not the one that the scenario names.
+        lone_rank: The only rank that will run.
+        told_values: Says what was sampled; a started engine cannot serve without, since nobody computes logits.
+    """
     from npusim.device.profile import load_profile
     from npusim.world import SimWorld
 
@@ -79,6 +90,7 @@ def build_world(
             {process.name: process.memory_bytes for process in scenario.other_processes_of(rank)} for rank in ranks
         ],
         lone_rank=lone_rank,
+        told_values=told_values,
     )
 
 

@@ -29,6 +29,7 @@ from xlite_runner.kv_cache.specs import KVCacheSpec
 from xlite_runner.memory_profiling import MemorySnapshot, memory_profiling
 from xlite_runner.parallel_state import initialize_parallel_state
 from xlite_runner.runner import NPUModelRunner, XliteModelRunner
+from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +193,22 @@ class NPUWorker:
                 ),
             )
         torch_npu.npu.manual_seed_all(self.config.seed)
+
+    # ---- serving
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Execute one step of the scheduler and sample its tokens.
+
+        Raises:
+            RuntimeError: xlite's own checks, e.g. of more tokens than its pool is for.
+            torch.OutOfMemoryError: The step does not fit beside the KV cache.
+        """
+        output = self.model_runner.steps.execute_model(scheduler_output)
+        return self.model_runner.steps.sample_tokens() if output is None else output
+
+    def execute_dummy_batch(self) -> None:
+        """Take part in a step that this data-parallel rank has no requests for: one decode step of one request."""
+        self.model_runner._dummy_run(self.config.uniform_decode_query_len, uniform_decode=True)
 
 
 class XliteWorker(NPUWorker):

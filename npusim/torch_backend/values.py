@@ -20,6 +20,9 @@ from npusim.torch_backend.storage import StorageTable, offset_of, span_bytes
 Compute = Callable[..., Any]
 """Computes an operator on host tensors; returns its results in the order of the operator's new outputs."""
 
+Told = Callable[[torch.Tensor], torch.Tensor | None]
+"""Says what a device tensor that nobody computed reads as, a host tensor of its shape; or None, which is an error."""
+
 
 class Bytes:
     """The bytes of one storage at one moment; never changed after they were computed once.
@@ -236,6 +239,7 @@ class ShapeValues(_Values):
 
     Args:
         storages: The world's storages.
+        told: Asked when a value is read that nobody computed. What it says is then the tensor's value.
         eager_limit_bytes: Storages up to this size are computed at once if what they follow from is.
         max_depth: How long a chain of recipes may become; then it is computed, read or not.
         max_chained_bytes: Storages above this size are not computed for that, and become unknown instead.
@@ -247,11 +251,13 @@ class ShapeValues(_Values):
         self,
         storages: StorageTable,
         *,
+        told: Told | None = None,
         eager_limit_bytes: int = 1 << 16,
         max_depth: int = 32,
         max_chained_bytes: int = 1 << 28,
     ) -> None:
         super().__init__(storages)
+        self._told = told
         self._eager_limit_bytes = eager_limit_bytes
         self._max_depth = max_depth
         self._max_chained_bytes = max_chained_bytes
@@ -275,7 +281,7 @@ class ShapeValues(_Values):
         geometry = Geometry.of(tensor)
         if geometry.is_empty:
             return geometry.empty()
-        if not self.known([tensor]):
+        if not self.known([tensor]) and not self._is_told(tensor):
             raise UncomputedValueError(
                 f"a value of a {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} was read, but "
                 "nobody computed it: it comes from dummy weights, uninitialised memory or an operator modelled by "
@@ -284,6 +290,13 @@ class ShapeValues(_Values):
         value = self._storages.of(tensor).value
         assert value is not None
         return geometry.over(value.host())
+
+    def _is_told(self, tensor: torch.Tensor) -> bool:
+        answer = None if self._told is None else self._told(tensor)
+        if answer is None:
+            return False
+        self.write(tensor, answer)
+        return self.known([tensor])
 
     def compute(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], compute: Compute) -> None:
         """See :class:`Values`; the outputs of unknown inputs are unknown."""

@@ -59,7 +59,8 @@ class ModelConfig:
     """The dimensions of one decoder-only model, under Hugging Face's names. Build it with :meth:`from_hf`.
 
     ``dtype`` is torch's name of the weights' dtype. ``attention_bias`` says whether the QKV projection has a bias,
-    ``attention_output_bias`` the same of the output projection. ``moe`` is None for a dense model.
+    ``attention_output_bias`` the same of the output projection. ``moe`` is None for a dense model. ``eos_token_ids``
+    end an answer.
     """
 
     architecture: str
@@ -80,6 +81,7 @@ class ModelConfig:
     hidden_act: Literal["silu"] = "silu"
     dtype: Dtype = "bfloat16"
     moe: MoeConfig | None = None
+    eos_token_ids: tuple[NonNegativeInt, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -149,6 +151,7 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     fields["dtype"] = _dtype(hf)
     fields.pop("rope_scaling", None)
     fields |= _rope(hf)
+    fields["eos_token_ids"] = _eos_token_ids(hf)
     if architecture == "LlamaForCausalLM":
         if hf.get("mlp_bias"):
             raise UnsupportedModelError("mlp_bias = True is not supported; allowed: false")
@@ -178,6 +181,13 @@ def _architecture(hf: Mapping[str, Any]) -> str:
             f"{architectures[0]} not supported! Supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
         )
     return architectures[0]
+
+
+def _eos_token_ids(hf: Mapping[str, Any]) -> tuple[Any, ...]:
+    eos_token_id = hf.get("eos_token_id")
+    if eos_token_id is None:
+        return ()
+    return tuple(eos_token_id) if isinstance(eos_token_id, list) else (eos_token_id,)
 
 
 def _dtype(hf: Mapping[str, Any]) -> object:

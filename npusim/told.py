@@ -1,0 +1,43 @@
+"""Sampled tokens for a world of shapes, where nobody computes logits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+MEAN_LOGPROB = -1.0
+
+
+class ToldTokens:
+    """Answers reads of whole numbers with token ids, and of floating-point numbers with log probabilities.
+
+    The n-th read on each device gives the same numbers, so that tensor-parallel ranks sample the same tokens. In a
+    tensor of several columns, the columns after the first are token ids with probability ``acceptance_rate`` and else
+    -1, as a rejection sampler returns drafts; after the first -1 all are -1.
+
+    Args:
+        vocab_size: Token ids are below it.
+        seed: Of the numbers.
+        acceptance_rate: Probability that a draft is accepted.
+    """
+
+    def __init__(self, vocab_size: int, seed: int = 0, acceptance_rate: float = 1.0) -> None:
+        self._vocab_size = vocab_size
+        self._acceptance_rate = acceptance_rate
+        self._generators: defaultdict[int, np.random.Generator] = defaultdict(lambda: np.random.default_rng(seed))
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Numbers for a device tensor; None for one of truth values."""
+        generator = self._generators[tensor.device.index]
+        size = tuple(tensor.shape)
+        if tensor.dtype.is_floating_point:
+            return torch.from_numpy(generator.exponential(-MEAN_LOGPROB, size)).neg().to(tensor.dtype)
+        if tensor.dtype not in (torch.int32, torch.int64):
+            return None
+        tokens = generator.integers(self._vocab_size, size=size)
+        if len(size) > 1 and size[-1] > 1 and self._acceptance_rate < 1:
+            is_accepted = generator.random((*size[:-1], size[-1] - 1)) < self._acceptance_rate
+            tokens[..., 1:][~np.logical_and.accumulate(is_accepted, axis=-1)] = -1
+        return torch.from_numpy(tokens).to(tensor.dtype)

@@ -1,0 +1,258 @@
+"""The serving half of a model runner: one step from the scheduler's words to sampled tokens, in upstream's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from xlite_runner.forward_context import BatchDescriptor
+from xlite_runner.models.attention import AscendMetadata
+from xlite_runner.serving.input_batch import InputBatch
+from xlite_runner.serving.output import LogprobsLists, ModelRunnerOutput, SchedulerOutput
+from xlite_runner.serving.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from xlite_runner.serving.request_state import CachedRequestState
+from xlite_runner.serving.sampler import LogprobsTensors, Sampler, SamplerOutput, compute_logprobs, gather_logprobs
+from xlite_runner.serving.step_inputs import StepInputBuilder, StepInputs
+
+if TYPE_CHECKING:
+    from xlite_runner.runner import NPUModelRunner
+
+EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput()
+PHILOX_INCREMENT = 4
+"""By how much a draw advances a generator's offset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecuteModelState:
+    """What a step keeps between the forward pass and sampling; tensors live exactly that long."""
+
+    scheduler_output: SchedulerOutput
+    inputs: StepInputs
+    logits: torch.Tensor
+    hidden_states: torch.Tensor
+    sample_hidden_states: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Sampled:
+    """A step's tokens on the host."""
+
+    token_ids: list[list[int]]
+    logprobs: dict[str, LogprobsLists] = field(default_factory=dict)
+
+
+class StepRunner:
+    """Executes the scheduler's steps on a runner.
+
+    Args:
+        runner: Whose model, buffers and metadata are used.
+
+    Attributes:
+        requests: All requests that have been announced and have not finished, by id.
+        batch: Those of the current step.
+    """
+
+    def __init__(self, runner: NPUModelRunner) -> None:
+        self._runner = runner
+        self.requests: dict[str, CachedRequestState] = {}
+        self.batch = InputBatch(runner.config, runner.buffers, runner.device)
+        self._inputs = StepInputBuilder(runner.config, runner.buffers, self.batch)
+        self.sampler = Sampler(runner.device_type, runner.buffers.neg_inf)
+        self.rejection_sampler = RejectionSampler(self.sampler)
+        self._state: ExecuteModelState | None = None
+
+    # ---- the batch
+
+    def update_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Bring requests and rows up to date with what is scheduled."""
+        batch, requests = self.batch, self.requests
+        scheduled = scheduler_output.num_scheduled_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id in scheduler_output.finished_req_ids:
+            requests.pop(req_id, None)
+            batch.remove_request(req_id)
+        # A request that was preempted gives up its row, and gets another when it is resumed.
+        for req_id in [r for r in batch.rows if r not in scheduled or r in cached.resumed_req_ids]:
+            batch.remove_request(req_id)
+        to_add = []
+        for data in scheduler_output.scheduled_new_reqs:
+            requests[data.req_id] = request = CachedRequestState.of(data, self._runner.device)
+            to_add.append(request)
+        for index, req_id in enumerate(cached.req_ids):
+            request = requests[req_id]
+            new_block_ids = cached.new_block_ids[index] or ()
+            request.num_computed_tokens = cached.num_computed_tokens[index]
+            if req_id in cached.resumed_req_ids:
+                request.block_ids = list(new_block_ids)
+            else:
+                request.block_ids.extend(new_block_ids)
+            row = batch.rows.get(req_id)
+            if row is None:
+                all_token_ids = cached.all_token_ids.get(req_id)
+                if all_token_ids is not None:
+                    request.output_token_ids = list(all_token_ids[request.num_prompt_tokens :])
+                to_add.append(request)
+                continue
+            batch.num_computed_tokens[row] = request.num_computed_tokens
+            if new_block_ids:
+                batch.append_blocks(row, new_block_ids)
+        for request in to_add:
+            batch.add_request(request)
+        for req_id, row in batch.rows.items():
+            batch.set_spec_tokens(row, scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
+        batch.condense()
+        batch.reorder(scheduled, self._runner.config.uniform_decode_query_len)
+        batch.refresh_metadata()
+
+    # ---- a step
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the model; what it gives is sampled by :meth:`sample_tokens`.
+
+        Returns:
+            An empty output if nothing is scheduled, else None.
+
+        Raises:
+            RuntimeError: The step before was not sampled; upstream's text. Or xlite's own checks.
+        """
+        if self._state is not None:
+            raise RuntimeError("State error: sample_tokens() must be called after execute_model() returns None.")
+        self.update_states(scheduler_output)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        runner = self._runner
+        inputs = self._inputs.build(scheduler_output.num_scheduled_tokens)
+        mode, descriptor = runner.cudagraph_dispatcher.dispatch(
+            inputs.num_tokens, uniform_decode=inputs.is_uniform_decode
+        )
+        metadata = self._attention_metadata(inputs, descriptor)
+        hidden_states = runner.forward(descriptor, metadata, mode, num_actual_tokens=inputs.num_tokens)
+        sample_hidden_states = hidden_states[inputs.logits_indices]
+        logits = runner.model.compute_logits(sample_hidden_states)
+        self._state = ExecuteModelState(
+            scheduler_output=scheduler_output,
+            inputs=inputs,
+            logits=logits,
+            hidden_states=hidden_states,
+            sample_hidden_states=sample_hidden_states,
+        )
+        return None
+
+    def _attention_metadata(self, inputs: StepInputs, descriptor: BatchDescriptor) -> dict[str, AscendMetadata]:
+        """Metadata of the batch; a graph's further requests have new tokens, but no sequence."""
+        runner = self._runner
+        num_reqs = len(inputs.query_lens)
+        num_padded_reqs = max(descriptor.num_reqs or 0, num_reqs)
+        self._inputs.pad(inputs.num_tokens, descriptor.num_tokens, num_reqs, num_padded_reqs)
+        num_padding = num_padded_reqs - num_reqs
+        metadata = runner.metadata_builder.build(
+            attn_state=inputs.attn_state,
+            query_lens=inputs.query_lens + [runner.config.uniform_decode_query_len] * num_padding,
+            seq_lens=inputs.seq_lens + [0] * num_padding,
+            num_actual_tokens=inputs.num_tokens,
+            block_tables=runner.buffers.block_table[:num_padded_reqs],
+            slot_mapping=runner.buffers.slot_mapping[: descriptor.num_tokens],
+        )
+        return dict.fromkeys(runner.get_kv_cache_spec(), metadata)
+
+    @torch.inference_mode()
+    def sample_tokens(self) -> ModelRunnerOutput:
+        """Sample the step that :meth:`execute_model` ran, and remember the tokens.
+
+        Raises:
+            RuntimeError: No step is waiting to be sampled.
+        """
+        state, self._state = self._state, None
+        if state is None:
+            raise RuntimeError("State error: execute_model() must be called before sample_tokens().")
+        output = self._sample(state)
+        sampled = self._to_host(state, output)
+        self._forget_discarded(state.inputs.discarded_rows, sampled)
+        for row, token_ids in enumerate(sampled.token_ids):
+            self.batch.append_output(row, token_ids)
+        return ModelRunnerOutput(
+            sampled_token_ids={
+                request.req_id: token_ids
+                for request, token_ids in zip(self.batch.requests, sampled.token_ids, strict=True)
+            },
+            logprobs=sampled.logprobs,
+            prompt_logprobs=self._prompt_logprobs(state),
+        )
+
+    def _sample(self, state: ExecuteModelState) -> SamplerOutput:
+        metadata, spec = self.batch.sampling_metadata, state.inputs.spec_decode
+        if spec is None:
+            return self.sampler(state.logits, metadata)
+        return self.rejection_sampler(state.logits, metadata, spec, self.batch.spec_token_ids)
+
+    def _to_host(self, state: ExecuteModelState, output: SamplerOutput) -> _Sampled:
+        """The step's only wait for the device."""
+        rows = output.sampled_token_ids.tolist()
+        spec = state.inputs.spec_decode
+        num_places = [1] * len(rows) if spec is None else (spec.num_draft_tokens + 1).tolist()
+        sampled = _Sampled([_until_placeholder(row[:end]) for row, end in zip(rows, num_places, strict=True)])
+        if output.logprobs is not None:
+            width = output.sampled_token_ids.shape[1]
+            lists = _to_lists(output.logprobs)
+            for row, token_ids in enumerate(sampled.token_ids):
+                request = self.batch.requests[row]
+                if request.sampling_params.logprobs is not None:
+                    sampled.logprobs[request.req_id] = _rows_of(lists, row * width, row * width + len(token_ids))
+        return sampled
+
+    def _forget_discarded(self, rows: Sequence[int], sampled: _Sampled) -> None:
+        """Samples in the middle of a prompt are thrown away, and what a generator gave for them is given back."""
+        for row in rows:
+            sampled.token_ids[row] = []
+            request = self.batch.requests[row]
+            sampled.logprobs.pop(request.req_id, None)
+            if request.generator is not None:
+                request.generator.set_offset(request.generator.get_offset() - PHILOX_INCREMENT)
+
+    def _prompt_logprobs(self, state: ExecuteModelState) -> Mapping[str, LogprobsLists]:
+        """Of the prompt tokens that this step's tokens are followed by; all of a request's chunk at once."""
+        results = {}
+        end = 0
+        for request, query_len in zip(self.batch.requests, state.inputs.query_lens, strict=True):
+            start, end = end, end + query_len
+            num_logprobs = request.sampling_params.prompt_logprobs
+            first = request.num_computed_tokens + 1
+            num_logits = min(query_len, request.num_prompt_tokens - first)
+            if num_logprobs is None or num_logits <= 0:
+                continue
+            targets = request.prompt_token_ids[first : first + num_logits]
+            results[request.req_id] = self._logprobs_of(
+                state.hidden_states[start : start + num_logits], targets, num_logprobs
+            )
+        return results
+
+    def _logprobs_of(self, hidden_states: torch.Tensor, targets: Sequence[int], num_logprobs: int) -> LogprobsLists:
+        logits = self._runner.model.compute_logits(hidden_states)
+        token_ids = torch.tensor(targets, dtype=torch.int64, device="cpu").to(logits.device, non_blocking=True)
+        if num_logprobs == -1:
+            num_logprobs = logits.shape[1]
+        return _to_lists(gather_logprobs(compute_logprobs(logits), num_logprobs, token_ids))
+
+
+def _until_placeholder(token_ids: list[int]) -> list[int]:
+    return token_ids[: token_ids.index(PLACEHOLDER_TOKEN_ID)] if PLACEHOLDER_TOKEN_ID in token_ids else token_ids
+
+
+def _to_lists(tensors: LogprobsTensors) -> LogprobsLists:
+    return LogprobsLists(
+        token_ids=tensors.token_ids.tolist(),
+        logprobs=tensors.logprobs.tolist(),
+        sampled_token_ranks=tensors.ranks.tolist(),
+    )
+
+
+def _rows_of(lists: LogprobsLists, start: int, end: int) -> LogprobsLists:
+    return LogprobsLists(
+        token_ids=lists.token_ids[start:end],
+        logprobs=lists.logprobs[start:end],
+        sampled_token_ranks=lists.sampled_token_ranks[start:end],
+    )

@@ -72,6 +72,10 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
     number("--max-num-batched-tokens", kind=_readable_int, summary="most tokens in one step")
     switch("--enable-chunked-prefill", summary="split long prompts over several steps")
     switch("--enable-prefix-caching", summary="share the KV cache of equal prefixes")
+    group.add_argument("--scheduling-policy", choices=["fcfs", "priority"], help="who is served first")
+    number("--long-prefill-token-threshold", summary="most tokens of one request in one step; 0 for no such limit")
+    switch("--scheduler-reserve-full-isl", summary="start a request only when its whole prompt fits")
+    switch("--async-scheduling", summary="compose the next step while one runs")
     number("--block-size", summary="tokens in one KV-cache block")
     number("--gpu-memory-utilization", kind=float, summary="fraction of the device's memory that may be used")
     group.add_argument(

@@ -155,6 +155,7 @@ def test_flags_are_vllms() -> None:
     flags = shlex.split("""
         --model other.json -tp 4 -dp 2 -pp 1 -ep --max-model-len 1024 --max-num-seqs 8 --max-num-batched-tokens 512
         --no-enable-chunked-prefill --no-enable-prefix-caching --block-size 64 --gpu-memory-utilization 0.5
+        --scheduling-policy priority --long-prefill-token-threshold 256 --no-scheduler-reserve-full-isl --async-scheduling
         --kv-cache-memory=123 --num-gpu-blocks-override 7 --dtype half --enforce-eager --seed 3
         --profile-policy runnable --device-profile a2-64g --total-memory-bytes 100 --free-memory-bytes 90,80
         --env HCCL_BUFFSIZE=512 --env TASK_QUEUE_ENABLE=2 --other-process train=5
@@ -173,6 +174,10 @@ def test_flags_are_vllms() -> None:
         "max_num_batched_tokens": 512,
         "enable_chunked_prefill": False,
         "enable_prefix_caching": False,
+        "scheduling_policy": "priority",
+        "long_prefill_token_threshold": 256,
+        "scheduler_reserve_full_isl": False,
+        "async_scheduling": True,
         "block_size": 64,
         "gpu_memory_utilization": 0.5,
         "kv_cache_memory_bytes": 123,

@@ -16,6 +16,7 @@ from xlite_runner.config.runner_config import (
     ProfilePolicy,
     RunnerConfig,
     SchedulerConfig,
+    SchedulingPolicy,
     SpeculativeConfig,
     XliteGraphConfig,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "ProfilePolicy",
     "RunnerConfig",
     "SchedulerConfig",
+    "SchedulingPolicy",
     "SpeculativeConfig",
     "XliteGraphConfig",
     "check_and_update_config",

@@ -35,6 +35,10 @@ class EngineArgs(BaseModel):
     max_num_batched_tokens: PositiveInt | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: NonNegativeInt = 0
+    scheduler_reserve_full_isl: bool = True
+    async_scheduling: bool = False
     block_size: PositiveInt | None = None
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     kv_cache_memory_bytes: PositiveInt | None = None

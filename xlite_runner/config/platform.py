@@ -19,6 +19,7 @@ from xlite_runner.config.runner_config import (
     ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
+    SchedulingPolicy,
     SpeculativeConfig,
     XliteGraphConfig,
 )
@@ -148,6 +149,10 @@ def _scheduler_config(args: EngineArgs, max_model_len: int) -> SchedulerConfig:
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         enable_chunked_prefill=args.enable_chunked_prefill,
+        policy=SchedulingPolicy(args.scheduling_policy),
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        scheduler_reserve_full_isl=args.scheduler_reserve_full_isl,
+        async_scheduling=args.async_scheduling,
     )
 
 

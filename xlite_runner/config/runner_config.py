@@ -81,14 +81,37 @@ class ParallelConfig:
         return 1 if self.enable_expert_parallel else self.ep_world_size
 
 
+class SchedulingPolicy(Enum):
+    """Who is served first, and who is preempted."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    """By the requests' ``priority``, lower is earlier; among equals by arrival."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of one scheduling step. Lengths in tokens."""
+    """Limits of one scheduling step. Lengths in tokens.
+
+    Attributes:
+        long_prefill_token_threshold: Most tokens of one request in one step, 0 for no such limit.
+        scheduler_reserve_full_isl: Whether a request starts only when there are blocks for its whole prompt.
+        async_scheduling: Whether the next step is composed while one runs.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     enable_chunked_prefill: bool = True
+    policy: SchedulingPolicy = SchedulingPolicy.FCFS
+    long_prefill_token_threshold: int = 0
+    scheduler_reserve_full_isl: bool = True
+    async_scheduling: bool = False
+
+    @property
+    def max_num_scheduled_tokens(self) -> int:
+        """Tokens that the scheduler may issue in a step; an MTP drafter, the only one here, adds none to them."""
+        return self.max_num_batched_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from xlite_runner.serving.request import FinishReason
 from xlite_runner.serving.sampling_params import SamplingParams
 
 
@@ -87,6 +88,16 @@ class LogprobsLists:
     logprobs: Sequence[Sequence[float]]
     sampled_token_ranks: Sequence[int]
 
+    def first(self, num_tokens: int) -> LogprobsLists:
+        """Those of the first tokens."""
+        if num_tokens >= len(self.token_ids):
+            return self
+        return LogprobsLists(
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            sampled_token_ranks=self.sampled_token_ranks[:num_tokens],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
@@ -103,3 +114,25 @@ class ModelRunnerOutput:
     draft_token_ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     logprobs: Mapping[str, LogprobsLists] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, LogprobsLists] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """What a step brought to one request; not frozen, since that would cost a decode step more than the rest of it.
+
+    Attributes:
+        finish_reason: Why it ended, None if it goes on.
+        stop_reason: The stop token that ended it.
+    """
+
+    request_id: str
+    new_token_ids: Sequence[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: LogprobsLists | None = None
+    prompt_logprobs: LogprobsLists | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the request ended."""
+        return self.finish_reason is not None

@@ -155,7 +155,8 @@ def test_flags_are_vllms() -> None:
     flags = shlex.split("""
         --model other.json -tp 4 -dp 2 -pp 1 -ep --max-model-len 1024 --max-num-seqs 8 --max-num-batched-tokens 512
         --no-enable-chunked-prefill --no-enable-prefix-caching --block-size 64 --gpu-memory-utilization 0.5
-        --scheduling-policy priority --long-prefill-token-threshold 256 --no-scheduler-reserve-full-isl --async-scheduling
+        --scheduling-policy priority --long-prefill-token-threshold 256 --no-scheduler-reserve-full-isl
+        --async-scheduling
         --kv-cache-memory=123 --num-gpu-blocks-override 7 --dtype half --enforce-eager --seed 3
         --profile-policy runnable --device-profile a2-64g --total-memory-bytes 100 --free-memory-bytes 90,80
         --env HCCL_BUFFSIZE=512 --env TASK_QUEUE_ENABLE=2 --other-process train=5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,14 +107,15 @@ class NPUModelRunner:
         model: nn.Module = self.model.unwrap() if isinstance(self.model, ACLGraphWrapper) else self.model
         return model
 
-    def get_attention_layers(self) -> Mapping[str, Attention]:
-        """The model's attention layers by name."""
+    @cached_property
+    def attention_layers(self) -> Mapping[str, Attention]:
+        """The loaded model's attention layers by name."""
         layers = (module for module in self.get_model().modules() if isinstance(module, Attention))
         return {layer.layer_name: layer for layer in layers}
 
     def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
         """What the cache of each attention layer needs, by layer name."""
-        return {name: layer.kv_cache_spec for name, layer in self.get_attention_layers().items()}
+        return {name: layer.kv_cache_spec for name, layer in self.attention_layers.items()}
 
     # ---- profiling
 
@@ -218,7 +220,7 @@ class NPUModelRunner:
         num_actual_tokens: int | None = None,
         is_profile: bool,
     ) -> ForwardContext:
-        cos, sin = self.cos_sin.update(self._cos_sin_cache(), positions)
+        cos, sin = self.cos_sin.update(self._cos_sin_cache, positions)
         return create_forward_context(
             self.config,
             self.device_type,
@@ -232,6 +234,7 @@ class NPUModelRunner:
             sin=sin,
         )
 
+    @cached_property
     def _cos_sin_cache(self) -> torch.Tensor:
         return next(
             buffer for name, buffer in self.get_model().named_buffers() if name.rpartition(".")[2] == "cos_sin_cache"
@@ -273,7 +276,7 @@ class NPUModelRunner:
             block_tables=block_tables,
             slot_mapping=slot_mapping,
         )
-        return dict.fromkeys(self.get_kv_cache_spec(), metadata)
+        return dict.fromkeys(self.attention_layers, metadata)
 
     @property
     def _dummy_attn_state(self) -> AscendAttentionState:
@@ -304,12 +307,12 @@ class NPUModelRunner:
             raise ValueError(f"No common block size for {block_size}. ")
         with torch.inference_mode():
             self.kv_caches = allocate_kv_caches(kv_cache_config, self.dtype, self.device)
-        bind_kv_caches(kv_cache_config, self.kv_caches, self.get_attention_layers())
+        bind_kv_caches(kv_cache_config, self.kv_caches, self.attention_layers)
 
     def drop_kv_cache(self) -> None:
         """Let go of the KV cache."""
         self.kv_caches.clear()
-        for layer in self.get_attention_layers().values():
+        for layer in self.attention_layers.values():
             layer.kv_cache = None
 
 

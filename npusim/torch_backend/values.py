@@ -25,13 +25,14 @@ Told = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Bytes:
-    """The bytes of one storage at one moment; never changed after they were computed once.
+    """The bytes of one storage at one moment; changed after they were computed only while nobody can tell.
 
     Attributes:
         ranges: The bytes that have been computed or will be; None: all.
+        is_awaited: Whether something that is computed later reads them as they are.
     """
 
-    __slots__ = ("_depth", "_host", "_recipe", "ranges")
+    __slots__ = ("_depth", "_host", "_recipe", "is_awaited", "ranges")
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Bytes:
         self._recipe = recipe
         self._depth = depth
         self.ranges = ranges
+        self.is_awaited = False
 
     @property
     def depth(self) -> int:
@@ -144,6 +146,17 @@ def _overwritten(
     return host
 
 
+def _overwritten_in_place(
+    old: Bytes, geometry: Geometry, result: Callable[[], torch.Tensor], ranges: Ranges | None
+) -> Bytes:
+    """The same where nobody else needs the old bytes, which may be many more than are written."""
+    host, written = old.host(), result()
+    if written.untyped_storage()._cdata == host.untyped_storage()._cdata:
+        written = written.clone()
+    geometry.over(host).copy_(written)
+    return Bytes(host, ranges=ranges)
+
+
 class _Computation:
     """One operator on the bytes that its inputs hold now; runs once, when first asked."""
 
@@ -162,6 +175,12 @@ class _Computation:
             self._results = _results(self._compute(*hosts))
             self._inputs.clear()
         return self._results[position]
+
+    def is_postponed(self) -> None:
+        """It will read what its inputs hold now, whatever is written to them meanwhile."""
+        for value, _ in self._inputs:
+            if value is not None:
+                value.is_awaited = True
 
 
 class _Values:
@@ -323,12 +342,14 @@ class ShapeValues(_Values):
                 if not left:
                     record.value = None
                 elif left != known:
+                    value.is_awaited = True
                     record.value = self._lazy(value.host, record.num_bytes, value.depth, left)
 
     def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:
         """See :class:`Values`; what follows a storage that is known is zeros."""
         if value is None:
             return None
+        value.is_awaited = True
         ranges = value.ranges
         if ranges is not None and new_num_bytes < num_bytes:
             ranges = without_range(ranges, new_num_bytes, num_bytes)
@@ -355,7 +376,18 @@ class ShapeValues(_Values):
                 ranges = None
         result = partial(computation.result, position)
         depth = computation.depth if old is None else max(computation.depth, old.depth)
-        record.value = self._lazy(partial(_overwritten, old, num_bytes, geometry, result), num_bytes, depth, ranges)
+        if old is not None and depth == 0 and not old.is_awaited and self._is_small(target):
+            record.value = _overwritten_in_place(old, geometry, result, ranges)
+            return
+        value = self._lazy(partial(_overwritten, old, num_bytes, geometry, result), num_bytes, depth, ranges)
+        if value is not None and value.depth:
+            computation.is_postponed()
+            if old is not None:
+                old.is_awaited = True
+        record.value = value
+
+    def _is_small(self, target: torch.Tensor) -> bool:
+        return target.numel() * target.itemsize <= self._eager_limit_bytes
 
     def _lazy(
         self, recipe: Callable[[], torch.Tensor], num_bytes: int, depth: int, ranges: Ranges | None

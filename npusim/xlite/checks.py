@@ -11,6 +11,7 @@ from typing import Any
 
 from npusim.xlite.config import AttnType, ModelConfig, ScoringFuncType
 from npusim.xlite.rank_model import RankModel
+from npusim.xlite.values import Batch
 
 _LATENT_TEXT = "{} attention QA/QB/QA norm/KVA/KVB/KV norm"
 _TENSORS_PER_LAYER = {AttnType.AttnMHA: 2, AttnType.AttnMLA: 2, AttnType.AttnDSA: 3}
@@ -66,7 +67,12 @@ def _lengths(config: ModelConfig, version: str) -> Iterator[tuple[tuple[str, ...
 
 
 def check_forward(
-    model: RankModel, runtime: Any, meta: Any, kv_cache: Sequence[Sequence[Any]], input_shape: Any, output_shape: Any
+    model: RankModel,
+    runtime: Any,
+    batch: Batch,
+    kv_cache: Sequence[Sequence[Any]],
+    input_shape: Any,
+    output_shape: Any,
 ) -> None:
     """``Model.forward``'s checks.
 
@@ -82,13 +88,13 @@ def check_forward(
     if input_shape[0] > output_shape[0]:
         raise RuntimeError(f"model.cpp: check tensor failed! input: {tuple(input_shape)} output: {tuple(output_shape)}")
     _check_kv_cache(model, kv_cache)
-    num_tokens = sum(meta.lens)
+    num_tokens = sum(batch.lens)
     if not 1 <= num_tokens <= model.max_m:
         place = model.behaviour.token_check
         raise RuntimeError(f"{place}: invalid attnMeta batched tokens({num_tokens}) > maxBatchedTokens({model.max_m})")
-    if len(meta.block_tables_cpu) < len(meta.lens):
-        raise RuntimeError(f"model.cpp: invalid blocktable({len(meta.block_tables_cpu)}), expected {len(meta.lens)}")
-    for length, cached, table in zip(meta.lens, meta.cached_lens, meta.block_tables_cpu, strict=False):
+    if len(batch.block_tables) < len(batch.lens):
+        raise RuntimeError(f"model.cpp: invalid blocktable({len(batch.block_tables)}), expected {len(batch.lens)}")
+    for length, cached, table in zip(batch.lens, batch.cached_lens, batch.block_tables, strict=False):
         num_blocks = -(-(length + cached) // config.block_size)
         if len(table) < num_blocks:
             raise RuntimeError(f"model.cpp: block table too small ({len(table)}), expected {num_blocks}")

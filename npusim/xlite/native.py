@@ -12,7 +12,7 @@ from npusim.device.card import Card
 from npusim.device.hbm import OutOfHbmError
 from npusim.device.ledger import Grade, Owner
 from npusim.device.profile import Fact
-from npusim.errors import UnmodelledCallError, UnmodelledNameError
+from npusim.errors import UnmodelledNameError
 from npusim.hccl.communicator import Communicator
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.runtime import DeviceRuntime
@@ -27,6 +27,7 @@ from npusim.xlite.outside_pool import When, outside_pool
 from npusim.xlite.pool import tensor_pool_size
 from npusim.xlite.rank_model import RankModel
 from npusim.xlite.tensors import DType, Tensor, TensorPool
+from npusim.xlite.values import Batch, ForwardValues, check_has_values
 
 _DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32, torch.int8: DType.INT8}
 _POOL_SOURCE = "xlite csrc/runtime.cpp: one aclrtMalloc of size << 20"
@@ -83,6 +84,7 @@ class Runtime:
         self.pool: TensorPool | None = None
         self.communicators: dict[str, Communicator] = {}
         self._has_run_forward = False
+        self._num_reductions = 0
         self.init_tensor_pool(size)
 
     @property
@@ -130,6 +132,22 @@ class Runtime:
             self._has_run_forward = True
             _charge(self.device.card, model, When.FIRST_FORWARD)
 
+    def all_reduce_values(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of a host tensor over the TP ranks, in float32, rounded once."""
+        self._num_reductions += 1
+        group = f"xlite TP {self.rank // self.tp_size}", self._num_reductions
+        received: list[torch.Tensor] = []
+
+        def finish(payloads: list[tuple[torch.Tensor, list[torch.Tensor]]], receivers: Sequence[int]) -> None:
+            total = torch.stack([tensor.float() for tensor, _ in payloads]).sum(0).to(part.dtype)
+            for rank in receivers:
+                payloads[rank][1].append(total)
+
+        platform().ranks.meet(
+            group, self.rank % self.tp_size, self.tp_size, "xlite all-reduce", (part, received), finish
+        )
+        return received[0]
+
     def __getattr__(self, name: str) -> Any:
         raise UnmodelledNameError(f"xlite._C.Runtime.{name} is not modelled on the simulated device")
 
@@ -171,29 +189,41 @@ class NativeModel:
         attn_meta: Any,
         kv_cache: Sequence[Sequence[Any]],
         output: torch.Tensor,
+        weights: Any,
+        freqs_cis: torch.Tensor,
     ) -> None:
         """Run the forward's allocations in the runtime's pool and overwrite ``output``'s first rows.
 
+        Every further layer of a kind takes the same from the pool again, so one of each kind is run.
+
         Raises:
             RuntimeError: xlite's own checks, or a pool that is too small.
-            UnmodelledCallError: In a world of real values, which this does not compute.
+            UnmodelledCallError: In a world of real values, for a model whose values are not modelled.
         """
         model = self.rank_model.at_run_time()
         num_tokens = source.shape[0]
         if num_tokens == 0:
             return
-        check_forward(model, runtime, attn_meta, kv_cache, source.shape, output.shape)
-        if isinstance(platform().values, RealValues):
-            raise UnmodelledCallError("xlite._C.Model.forward computes no values yet; run the world in shape mode")
+        batch = Batch.of(attn_meta)
+        check_forward(model, runtime, batch, kv_cache, source.shape, output.shape)
+        is_real = isinstance(platform().values, RealValues)
+        if is_real:
+            check_has_values(model, source)
         assert runtime.pool is not None
         runtime.first_forward(model)
         for name, group in (("xlite TP", model.tp), ("xlite DP", model.dp)):
             if group.size > 1 and not group.uses_xccl:
                 runtime.communicators[name].operate()
-        step = Step.of(model, list(attn_meta.lens), list(attn_meta.cached_lens))
-        forward(ForwardPass(model, runtime.pool, step), Tensor(tuple(output.shape), _dtype("output", output)))
+        step = Step.of(model, batch.lens, batch.cached_lens)
+        allocations = ForwardPass(model.shortened(), runtime.pool, step)
+        forward(allocations, Tensor(tuple(output.shape), _dtype("output", output)))
         runtime.device.card.launch("xlite", runtime.device.current_stream())
-        platform().values.forget([output[:num_tokens]])
+        if is_real:
+            values = ForwardValues(model, weights, batch, kv_cache, freqs_cis, runtime.all_reduce_values)
+            hidden_states = values(source)
+            platform().values.write(output[: len(hidden_states)], hidden_states)
+        else:
+            platform().values.forget([output[:num_tokens]])
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> DType:

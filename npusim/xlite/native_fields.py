@@ -84,9 +84,16 @@ def list_of(item: Kind) -> Kind:
             value, (Sequence, AbstractSet, Generator, np.ndarray)
         ):
             raise TypeError("no sequence")
+        if item is UNSIGNED and _are_unsigned(value):
+            return list(value)
         return [item.convert(each) for each in value]
 
     return Kind(f"collections.abc.Sequence[{item.text}]", convert)
+
+
+def _are_unsigned(values: Any) -> bool:
+    """Whether all of a list are plain numbers that need no conversion; block tables have many."""
+    return type(values) is list and set(map(type, values)) == {int} and 0 <= min(values) <= max(values) <= MAX_UNSIGNED
 
 
 def imitated_version() -> str:
@@ -139,7 +146,10 @@ class Field:
 
 
 def _copied(value: Any) -> Any:
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+    """Lists are of one type of item throughout."""
+    if not isinstance(value, list):
+        return value
+    return [_copied(item) for item in value] if value and isinstance(value[0], list) else value.copy()
 
 
 def incompatible(name: str, signature: str, arguments: str) -> TypeError:

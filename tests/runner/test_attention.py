@@ -152,7 +152,7 @@ def test_each_token_is_written_to_its_slot_and_to_no_other(runner):
 
 def test_layers_get_the_cache_of_their_name_and_lose_it(runner):
     runner.initialize_kv_cache(plan_kv_cache(runner.get_kv_cache_spec(), num_blocks=2))
-    layers = runner.get_attention_layers()
+    layers = runner.attention_layers
     assert list(layers) == ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]
     for layer, (keys, values) in zip(layers.values(), runner.kv_caches, strict=True):
         assert layer.kv_cache[0] is keys
@@ -168,7 +168,7 @@ def test_layers_get_the_cache_of_their_name_and_lose_it(runner):
 
 def test_other_generations_have_attention_of_their_own(runner):
     runner.initialize_kv_cache(plan_kv_cache(runner.get_kv_cache_spec(), num_blocks=2))
-    for layer in runner.get_attention_layers().values():
+    for layer in runner.attention_layers.values():
         layer.device_type = AscendDeviceType._310P
     with pytest.raises(UnsupportedDeviceError, match="is there for A2 and A3, not for 310P"):
         run_step(runner, STATE.DECODE_ONLY, [Request(1, [0], seed=5)], [1])

@@ -155,7 +155,7 @@ def test_graphs_without_xlite(rank_of, monkeypatch):
     assert grown[GRAPHS] == NUM_TINY_GRAPHS * rank.world.profile.acl_graph_bytes.value
     assert rank.worker.memory.graph == sum(grown.values())
 
-    layers = list(rank.runner.get_attention_layers())
+    layers = list(rank.runner.attention_layers)
     tasks = rank.runner.acl_graph.graph_params.tasks
     assert {size: [task.layer_name for task in of_size] for size, of_size in tasks.items()} == dict.fromkeys(
         (8, 4, 2, 1), layers

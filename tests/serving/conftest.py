@@ -41,3 +41,73 @@ def started_seed(tmp_path_factory):
         engine.start()
         yield world, engine
     gc.unfreeze()
+
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+    "eos_token_id": 7,
+}
+MOE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+FULL, DECODE_ONLY, OFF = {"enabled": True, "full_mode": True}, {"enabled": True}, {"enabled": False}
+
+
+@pytest.fixture
+def make_worker(npu_world):
+    """``make_worker(model, xlite, rank, store, **settings)``: a worker with a KV cache, ready for steps.
+
+    Its weights are larger than dummy weights are, so that tokens differ, and the same for all workers of a rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from xlite_runner.config import EngineArgs
+    from xlite_runner.kv_cache.planning import plan_kv_cache
+    from xlite_runner.worker import NPUWorker, XliteWorker
+
+    gc.freeze()
+    num_made = []
+
+    def make(model=DENSE, xlite=FULL, rank=0, store=None, *, num_blocks=12, **settings):
+        if store is None and dist.is_initialized():
+            dist.destroy_process_group()
+        args = EngineArgs(
+            **{"max_num_seqs": 8, "max_num_batched_tokens": 256, "block_size": 128, "enforce_eager": True}
+            | {"xlite_graph_config": xlite}
+            | settings
+        )
+        config = check_and_update_config(args, ModelConfig.from_hf(model))
+        kind = (XliteWorker, ProfilePolicy.SKIP) if xlite["enabled"] else (NPUWorker,)
+        worker = kind[0](config, rank, rank, store or dist.HashStore(), *kind[1:])
+        worker.init_device()
+        worker.load_model()
+        generator = torch.Generator(device=worker.device).manual_seed(5)
+        for parameter in worker.model_runner.get_model().parameters():
+            if parameter.dim() > 1:
+                with torch.inference_mode():
+                    parameter.data.normal_(0, 0.15, generator=generator)
+        worker.initialize_from_config(plan_kv_cache(worker.get_kv_cache_spec(), num_blocks))
+        num_made.append(worker)
+        return worker
+
+    yield make
+    gc.unfreeze()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -340,9 +340,12 @@ def test_forward_takes_xlites_objects_only(npu_world):
 
 
 @pytest.mark.npu_settings(values="real", environment={})
-def test_forward_computes_no_values(npu_world):
+def test_forward_of_embeddings_computes_no_values(npu_world):
     from npusim.errors import UnmodelledCallError
 
     model, runtime = ready()
-    with pytest.raises(UnmodelledCallError, match=r"^xlite\._C\.Model\.forward computes no values yet"):
-        forward(model, runtime)
+    message = r"^xlite\._C\.Model\.forward computes no values with embeddings as input"
+    with pytest.raises(UnmodelledCallError, match=message):
+        model.forward_with_inputs_embeds(
+            runtime, bf16(6, HIDDEN), metadata(), kv_cache(), bf16(128, HEAD_DIM), bf16(MAX_TOKENS, HIDDEN)
+        )

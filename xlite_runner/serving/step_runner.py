@@ -157,7 +157,7 @@ class StepRunner:
             block_tables=runner.buffers.block_table[:num_padded_reqs],
             slot_mapping=runner.buffers.slot_mapping[: descriptor.num_tokens],
         )
-        return dict.fromkeys(runner.get_kv_cache_spec(), metadata)
+        return dict.fromkeys(runner.attention_layers, metadata)
 
     @torch.inference_mode()
     def sample_tokens(self) -> ModelRunnerOutput:

@@ -194,11 +194,11 @@ class Model(Closed):
         output: Tensor,
         curr_stream: int,
     ) -> None:
-        del freqs_cis, curr_stream
+        del curr_stream
         for argument, value, kind in (("rt", rt, Runtime), ("attn_meta", attn_meta, AttnMeta)):
             if not isinstance(value, kind):
                 raise incompatible(name, f"({argument}: xlite._C.{kind.__name__}, ...) -> None", repr(value))
-        self._initialised().forward(rt, source, attn_meta, kv_cache, output)
+        self._initialised().forward(rt, source, attn_meta, kv_cache, output, weights=self, freqs_cis=freqs_cis)
 
     def _initialised(self) -> NativeModel:
         native = self.__dict__.get("_native")

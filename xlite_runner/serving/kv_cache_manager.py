@@ -127,8 +127,10 @@ class KVCacheManager:
         request.num_cached_blocks = request.num_ready_tokens = 0
 
     def get_num_common_prefix_blocks(self, request: Request) -> int:
-        """Leading blocks of a request that all requests with blocks share."""
+        """Leading blocks of a request that all requests with blocks share; without a prefix cache not even its own."""
         num_common = 0
+        if not self.enable_caching:
+            return num_common
         for block in request.block_ids:
             if self.block_pool.ref_count(block) != self._num_holders:
                 break

@@ -64,6 +64,9 @@ class Request:
     Attributes:
         all_token_ids: Prompt and output.
         spec_token_ids: Draft tokens to be verified in the next step.
+        stop_token_ids: Tokens that end it, EOS among them.
+        min_num_tokens: Before it has so many tokens, prompt and output, nothing ends it.
+        max_num_tokens: With so many it ends.
         num_computed_tokens: Tokens whose keys and values are in the cache once the steps scheduled so far have run.
         num_output_placeholders: Tokens that steps in flight will give, with asynchronous scheduling.
         is_prefill_chunk: Whether its last step ended in the middle of its tokens, so that nothing was sampled.
@@ -83,7 +86,8 @@ class Request:
         "cache_salt",
         "eos_token_id",
         "is_prefill_chunk",
-        "max_tokens",
+        "max_num_tokens",
+        "min_num_tokens",
         "num_cached_blocks",
         "num_computed_tokens",
         "num_output_placeholders",
@@ -96,6 +100,7 @@ class Request:
         "spec_token_ids",
         "status",
         "stop_reason",
+        "stop_token_ids",
     )
 
     def __init__(
@@ -117,8 +122,10 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = priority
         self.cache_salt = cache_salt
-        self.max_tokens: int = sampling_params.max_tokens
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.min_num_tokens = self.num_prompt_tokens + sampling_params.min_tokens
+        self.max_num_tokens = self.num_prompt_tokens + sampling_params.max_tokens
+        self.stop_token_ids = {*sampling_params.stop_token_ids, self.eos_token_id}
         self.all_token_ids = list(prompt_token_ids)
         self.spec_token_ids: Sequence[int] = ()
         self.status = RequestStatus.WAITING
@@ -156,24 +163,25 @@ class Request:
         """A copy of the output."""
         return self.all_token_ids[self.num_prompt_tokens :]
 
-    def append_output_token(self, token_id: int, max_model_len: int) -> bool:
-        """Add an output token; return whether it ends the request, which then has its final status.
+    def append_output_tokens(self, token_ids: Sequence[int], max_model_len: int) -> Sequence[int]:
+        """Add output tokens up to the one that ends the request, which then has its final status.
 
         The order of the rules is upstream's (``check_stop``): nothing below ``min_tokens``, EOS, stop tokens, length.
+
+        Returns:
+            The tokens that were added.
         """
-        self.all_token_ids.append(token_id)
-        num_tokens = len(self.all_token_ids)
-        num_output_tokens = num_tokens - self.num_prompt_tokens
-        params = self.sampling_params
-        if num_output_tokens < params.min_tokens:
-            return False
-        if token_id == self.eos_token_id:
-            self.status = RequestStatus.FINISHED_STOPPED
-        elif token_id in params.stop_token_ids:
-            self.status = RequestStatus.FINISHED_STOPPED
-            self.stop_reason = token_id
-        elif num_tokens >= max_model_len or num_output_tokens >= self.max_tokens:
-            self.status = RequestStatus.FINISHED_LENGTH_CAPPED
-        else:
-            return False
-        return True
+        num_before = num_tokens = len(self.all_token_ids)
+        for token_id in token_ids:
+            self.all_token_ids.append(token_id)
+            num_tokens += 1
+            if num_tokens < self.min_num_tokens:
+                continue
+            if token_id in self.stop_token_ids:
+                self.status = RequestStatus.FINISHED_STOPPED
+                self.stop_reason = None if token_id == self.eos_token_id else token_id
+                return token_ids[: num_tokens - num_before]
+            if num_tokens >= self.max_num_tokens or num_tokens >= max_model_len:
+                self.status = RequestStatus.FINISHED_LENGTH_CAPPED
+                return token_ids[: num_tokens - num_before]
+        return token_ids

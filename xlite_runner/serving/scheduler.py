@@ -149,53 +149,58 @@ class Scheduler:
         return output
 
     def _schedule_running(self, step: _Step) -> None:
-        running = self.running
+        running, scheduled, num_scheduled_tokens = self.running, step.running, step.num_scheduled_tokens
+        token_budget = step.token_budget
         threshold = self.config.long_prefill_token_threshold
         # With drafts, positions could go beyond the longest sequence.
         max_computed_tokens = self.config.max_model_len - 1
-        allocate_slots = self.kv_cache_manager.allocate_slots
         index = 0
-        while index < len(running) and step.token_budget > 0:
+        while index < len(running) and token_budget > 0:
             request = running[index]
             index += 1
             num_computed_tokens = request.num_computed_tokens
             num_placeholders = request.num_output_placeholders
-            if (
-                num_placeholders
-                # Its last token is on its way, even if all drafts in flight are rejected.
-                and num_computed_tokens + 2 - num_placeholders >= request.num_prompt_tokens + request.max_tokens
-            ):
+            # With its last token on the way, even if all drafts in flight are rejected, nothing is left to do.
+            if num_placeholders and num_computed_tokens + 2 - num_placeholders >= request.max_num_tokens:
                 continue
             num_tokens = len(request.all_token_ids) + num_placeholders
             num_new_tokens = num_tokens + len(request.spec_token_ids) - num_computed_tokens
             if 0 < threshold < num_new_tokens:
                 num_new_tokens = threshold
-            if num_new_tokens > step.token_budget:
-                num_new_tokens = step.token_budget
+            if num_new_tokens > token_budget:
+                num_new_tokens = token_budget
             if num_new_tokens > max_computed_tokens - num_computed_tokens:
                 num_new_tokens = max_computed_tokens - num_computed_tokens
             if num_new_tokens <= 0:
                 continue  # not the end of the pass: younger requests may go on
-
-            while (new_block_ids := allocate_slots(request, num_new_tokens)) is None:
-                victim = self._preempt_one(step)
-                if victim is request:
-                    return
-                if victim.request_id in step.num_scheduled_tokens:
-                    self._take_back(victim, step)
-                    index -= 1
-
-            request_id = request.request_id
-            step.running.append(request)
-            step.num_scheduled_tokens[request_id] = num_new_tokens
-            step.token_budget -= num_new_tokens
-            if new_block_ids:
-                step.new_block_ids[request_id] = new_block_ids
+            if num_computed_tokens + num_new_tokens > request.num_ready_tokens:
+                num_scheduled = len(scheduled)
+                if not self._allocate_slots(request, num_new_tokens, step):
+                    break
+                if len(scheduled) < num_scheduled:  # those taken back stood before it
+                    index -= num_scheduled - len(scheduled)
+                    token_budget = step.token_budget - sum(num_scheduled_tokens.values())
+            scheduled.append(request)
+            num_scheduled_tokens[request.request_id] = num_new_tokens
+            token_budget -= num_new_tokens
             if request.spec_token_ids:
                 num_scheduled_drafts = num_new_tokens + num_computed_tokens - num_tokens
                 if num_scheduled_drafts > 0:
-                    step.spec_token_ids[request_id] = request.spec_token_ids[:num_scheduled_drafts]
+                    step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_scheduled_drafts]
                 request.spec_token_ids = ()  # the step gives new ones
+        step.token_budget = token_budget
+
+    def _allocate_slots(self, request: Request, num_new_tokens: int, step: _Step) -> bool:
+        """Get slots for a running request, at the expense of others; False if it was preempted itself."""
+        while (new_block_ids := self.kv_cache_manager.allocate_slots(request, num_new_tokens)) is None:
+            victim = self._preempt_one(step)
+            if victim is request:
+                return False
+            if victim.request_id in step.num_scheduled_tokens:
+                self._take_back(victim, step)
+        if new_block_ids:
+            step.new_block_ids[request.request_id] = new_block_ids
+        return True
 
     def _schedule_waiting(self, step: _Step) -> None:
         config, kv_cache_manager = self.config, self.kv_cache_manager
@@ -256,14 +261,14 @@ class Scheduler:
 
     def _take_back(self, request: Request, step: _Step) -> None:
         step.running.remove(request)
-        step.token_budget += step.num_scheduled_tokens.pop(request.request_id)
+        del step.num_scheduled_tokens[request.request_id]
         step.new_block_ids.pop(request.request_id, None)
         step.spec_token_ids.pop(request.request_id, None)
 
     def _make_output(self, step: _Step) -> SchedulerOutput:
         requests = step.running + step.resumed if step.resumed else step.running
         req_ids = [request.request_id for request in requests]
-        new_block_ids: list[Sequence[int] | None] = [step.new_block_ids.get(req_id) for req_id in req_ids]
+        new_block_ids: list[Sequence[int] | None] = list(map(step.new_block_ids.get, req_ids))
         for index, request in enumerate(step.resumed, len(step.running)):
             new_block_ids[index] = request.block_ids.copy()
         prev = self._prev_step_req_ids
@@ -283,9 +288,7 @@ class Scheduler:
                 resumed_req_ids=frozenset([request.request_id for request in step.resumed]),
                 new_block_ids=new_block_ids,
                 all_token_ids={
-                    request.request_id: request.all_token_ids.copy()
-                    for request in requests
-                    if request.request_id not in prev
+                    req_id: self.requests[req_id].all_token_ids.copy() for req_id in req_ids if req_id not in prev
                 },
                 num_computed_tokens=[request.num_computed_tokens for request in requests],
                 num_output_tokens=[
@@ -329,6 +332,7 @@ class Scheduler:
         stopped_running: set[Request] = set()
         requests, sampled_token_ids = self.requests, model_runner_output.sampled_token_ids
         spec_token_ids = scheduler_output.scheduled_spec_decode_tokens
+        append_output_tokens = self._append_output_tokens
         for req_id in scheduler_output.num_scheduled_tokens:
             request = requests.get(req_id)
             if request is None:
@@ -339,7 +343,9 @@ class Scheduler:
             if req_id in spec_token_ids:
                 self._reject_drafts(request, len(spec_token_ids[req_id]), len(new_token_ids) - 1)
             status = request.status
-            new_token_ids = self._append_output_tokens(request, new_token_ids)
+            if len(request.all_token_ids) == request.num_prompt_tokens:
+                self.counters.prompt_tokens += request.num_prompt_tokens
+            new_token_ids = append_output_tokens(request, new_token_ids)
             if request.status is not status:
                 self._free_request(request)
                 if status is RequestStatus.RUNNING:
@@ -352,6 +358,7 @@ class Scheduler:
             elif new_token_ids:
                 outputs.append(EngineCoreOutput(req_id, new_token_ids))
         self._remove_from_running(stopped_running)
+        self.counters.generation_tokens += sum([len(output.new_token_ids) for output in outputs])
         self._update_draft_token_ids(model_runner_output.draft_token_ids)
         self._add_logprobs(outputs, model_runner_output)
         return outputs
@@ -367,14 +374,7 @@ class Scheduler:
 
     def _append_output_tokens(self, request: Request, new_token_ids: Sequence[int]) -> Sequence[int]:
         """Append them up to the one that ends the request; return those that were appended."""
-        if not request.num_output_tokens:
-            self.counters.prompt_tokens += request.num_prompt_tokens
-        for count, token_id in enumerate(new_token_ids, 1):
-            if request.append_output_token(token_id, self.config.max_model_len):
-                new_token_ids = new_token_ids[:count]
-                break
-        self.counters.generation_tokens += len(new_token_ids)
-        return new_token_ids
+        return request.append_output_tokens(new_token_ids, self.config.max_model_len)
 
     def _reject_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         num_rejected = num_drafts - num_accepted

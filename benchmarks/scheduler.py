@@ -56,10 +56,11 @@ def our_step(num_requests: int) -> Callable[[], None]:
 
 
 def vllm_step(num_requests: int) -> Callable[[], None]:
-    from vllm.v1.outputs import ModelRunnerOutput
-
     from tests.upstream.scheduler import UpstreamScheduler, upstream_config
     from tests.upstream.scheduler_programs import Program, RequestProgram
+
+    base_config = upstream_config()
+    from vllm.v1.outputs import ModelRunnerOutput
 
     program = Program(
         num_blocks=40 * num_requests,
@@ -75,7 +76,7 @@ def vllm_step(num_requests: int) -> Callable[[], None]:
         num_drafts=0,
         asynchronous=False,
     )
-    adapter = UpstreamScheduler(program, upstream_config())
+    adapter = UpstreamScheduler(program, base_config)
     for number in range(num_requests):
         prompt = list(range(number * PROMPT_LENGTH, (number + 1) * PROMPT_LENGTH))
         adapter.add(RequestProgram(f"request-{number}", prompt, max_tokens=2**20))

@@ -62,6 +62,7 @@ class _Replica:
 
     def __init__(self, scheduler: Scheduler, max_concurrent_batches: int) -> None:
         self.scheduler = scheduler
+        self.is_stalled = False
         self._batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._max_concurrent_batches = max_concurrent_batches
 
@@ -70,7 +71,12 @@ class _Replica:
         return self.scheduler.has_requests() or bool(self._batch_queue)
 
     def schedule(self) -> SchedulerOutput | None:
-        return self.scheduler.schedule() if self.scheduler.has_requests() else None
+        if not self.scheduler.has_requests():
+            return None
+        output = self.scheduler.schedule()
+        did_nothing = not (output.num_scheduled_tokens or output.preempted_req_ids or self._batch_queue)
+        self.is_stalled = did_nothing and self.scheduler.has_unfinished_requests()
+        return output
 
     def update(
         self, scheduler_output: SchedulerOutput | None, model_runner_output: ModelRunnerOutput | None
@@ -127,20 +133,34 @@ class ServingEngine:
         """Whether :meth:`step` would do anything; true for some steps after the last request ended."""
         return self._engines_running or any(replica.has_work for replica in self._replicas)
 
+    def stalled_requests(self) -> list[Request]:
+        """Requests for which the last step did nothing, and no later one will unless others end or come.
+
+        One that needs more blocks than there are waits forever, and so do those behind it; upstream's scheduler does
+        not tell.
+        """
+        return [
+            request
+            for replica in self._replicas
+            if replica.is_stalled
+            for request in replica.scheduler.requests.values()
+        ]
+
     def add_request(self, request: Request, data_parallel_rank: int | None = None) -> int:
         """Queue a request.
 
         Args:
-            request: Its prompt must leave room for one more token.
+            request: Its prompt must leave room for one more token, and for ``min_tokens``.
             data_parallel_rank: The replica to serve it; None takes the one with the least to do, as vLLM counts it.
 
         Returns:
             The replica's number.
 
         Raises:
-            ValueError: The prompt is too long (upstream's text), the id is in use, or there is no such replica.
+            ValueError: The prompt is too long (upstream's text), ``min_tokens`` does not fit, the id is in use, or no
+                replica has that rank.
         """
-        self._check_prompt_length(request)
+        self._check_length(request)
         if data_parallel_rank is None:
             scores = [len(scheduler.waiting) * 4 + len(scheduler.running) for scheduler in self.schedulers]
             data_parallel_rank = scores.index(min(scores))
@@ -149,6 +169,7 @@ class ServingEngine:
         if any(request.request_id in scheduler.requests for scheduler in self.schedulers):
             raise ValueError(f"duplicate request id {request.request_id!r}")
         self.schedulers[data_parallel_rank].add_request(request)
+        self._replicas[data_parallel_rank].is_stalled = False
         self._engines_running = self._lockstep
         return data_parallel_rank
 
@@ -185,7 +206,7 @@ class ServingEngine:
             self._engines_running = False
             self._step_counter = 0
 
-    def _check_prompt_length(self, request: Request) -> None:
+    def _check_length(self, request: Request) -> None:
         num_tokens, max_model_len = request.num_prompt_tokens, self.schedulers[0].config.max_model_len
         advice = "Make sure that `max_model_len` is no smaller than the number of text tokens"
         if num_tokens > max_model_len:
@@ -198,4 +219,10 @@ class ServingEngine:
                 f"The decoder prompt (length {num_tokens}) plus the number of requested output tokens (at least 1) is "
                 f"longer than the maximum model length of {max_model_len}. "
                 f"{advice} (prompt + requested output tokens)."
+            )
+        if request.min_num_tokens > max_model_len:
+            # Upstream takes it; it then never ends, and fails an assertion if it was preempted at its full length.
+            raise ValueError(
+                f"min_tokens = {request.sampling_params.min_tokens} after a prompt of {num_tokens} tokens: "
+                f"allowed is at most {max_model_len - num_tokens}, with max_model_len = {max_model_len}"
             )

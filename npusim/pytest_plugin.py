@@ -162,6 +162,7 @@ def npu_world(request: pytest.FixtureRequest) -> Iterator[SimWorld | None]:
     settings = marks.world_settings(request.node, choice)
     if choice.device == "npu":
         _skip_on_another_card(settings, marks.profile_of(request.node))
+        _take_over_the_card()
         yield from _watched(request, choice, None, settings["seed"])
         return
     require_sim()
@@ -176,25 +177,29 @@ def _watched(
 ) -> Iterator[SimWorld | None]:
     import torch
 
+    from npusim.testing import memory
     from npusim.testing.recorder import Recorder
     from npusim.testing.watch import Watch
 
     watch = request.node.stash[_WATCH] = Watch(choice, world)
     if request.config.option.npusim_record is not None:
         environment = os.environ if world is None else world.environment
-        watch.recorder = Recorder(_settled_memory(world), world, environment)
+        watch.recorder = Recorder(memory.begin(), world, environment)
     host_state = torch.get_rng_state()
     torch.manual_seed(seed)
     yield world
     torch.set_rng_state(host_state)
 
 
-def _settled_memory(world: SimWorld | None) -> NpuMemory:
+def _take_over_the_card() -> None:
+    """Whatever earlier tests of this process left: garbage, a full cache, another current device and stream."""
+    from torch_npu import npu
+
     from npusim.testing import memory
 
-    if world is None:
-        memory.settle()
-    return memory.begin()
+    npu.set_device(0)
+    npu.set_stream(npu.default_stream(0))
+    memory.settle()
 
 
 def _skip_on_another_card(settings: Mapping[str, Any], profile: str | None) -> None:
@@ -223,10 +228,11 @@ def npu_device(npu_world: object) -> torch.device:
 @pytest.fixture
 def npu_memory(request: pytest.FixtureRequest, npu_world: SimWorld | None) -> Iterator[NpuMemory]:
     """Memory of the test: ``npu_memory.peak_allocated_bytes`` and others, the vendor's own figures on either device."""
-    from npusim.testing.memory import end
+    del npu_world
+    from npusim.testing.memory import begin, end
 
     watch: Watch = request.node.stash[_WATCH]
-    watch.memory = _settled_memory(npu_world) if watch.recorder is None else watch.recorder.memory
+    watch.memory = begin() if watch.recorder is None else watch.recorder.memory
     watch.limit = marks.memory_limit(request.node)
     watch.leaks_nothing = request.node.get_closest_marker("npu_leaks_nothing") is not None
     yield watch.memory

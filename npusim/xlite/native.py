@@ -1,4 +1,4 @@
-"""xlite's native objects on a simulated device: what ``xlite._C`` holds behind its names."""
+"""xlite's native objects, over a driver: what ``xlite._C`` holds behind its names."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from typing import Any
 
 import torch
 
-from npusim.device.card import Card
 from npusim.device.hbm import OutOfHbmError
-from npusim.device.ledger import Grade, Owner
-from npusim.device.profile import Fact
 from npusim.errors import UnmodelledNameError
-from npusim.hccl.communicator import Communicator
 from npusim.torch_backend.registration import platform
-from npusim.torch_backend.runtime import DeviceRuntime
-from npusim.torch_backend.values import RealValues
 from npusim.xlite.arena import Arena
 from npusim.xlite.checks import check_forward, check_weights
-from npusim.xlite.config import DeviceFacts, Environment, ModelConfig, QuantKind, WeightFacts
+from npusim.xlite.config import Environment, ModelConfig, QuantKind, WeightFacts
+from npusim.xlite.driver import Communicator, Driver, SimulatedDriver
 from npusim.xlite.forward import forward
 from npusim.xlite.forward_pass import ForwardPass, Step
 from npusim.xlite.native_fields import UNSIGNED, incompatible
@@ -30,7 +25,6 @@ from npusim.xlite.tensors import DType, Tensor, TensorPool
 from npusim.xlite.values import Batch, ForwardValues, check_has_values
 
 _DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32, torch.int8: DType.INT8}
-_POOL_SOURCE = "xlite csrc/runtime.cpp: one aclrtMalloc of size << 20"
 _SIGNATURE = (
     "xlite._C.Runtime(devid: typing.SupportsInt, size: typing.SupportsInt = 0, rank: typing.SupportsInt = 0, tp_size: "
     "typing.SupportsInt = 1, dp_size: typing.SupportsInt = 1, moe_tp_size: typing.SupportsInt = 1, moe_ep_size: "
@@ -38,16 +32,10 @@ _SIGNATURE = (
 )
 
 
-def _device_facts(card: Card) -> DeviceFacts:
-    profile = card.profile
-    return DeviceFacts(num_ai_cores=profile.num_aicore.value, devices_per_node=profile.devices_per_node.value)
-
-
-def _charge(card: Card, model: RankModel, when: When) -> None:
+def _take(driver: Driver, owner: object, device: int, model: RankModel, when: When) -> None:
     for allocation in outside_pool(model):
         if allocation.when is when:
-            fact = Fact(allocation.num_bytes, allocation.grade, allocation.source)
-            card.charge(Owner.XLITE_TABLES, allocation.label, fact)
+            driver.take_outside(owner, device, allocation)
 
 
 class Runtime:
@@ -62,6 +50,8 @@ class Runtime:
         moe_tp_size: Ranks that share an expert.
         moe_ep_size: Ranks that experts are spread over.
     """
+
+    _driver: Driver = SimulatedDriver()
 
     def __init__(
         self,
@@ -87,11 +77,6 @@ class Runtime:
         self._num_reductions = 0
         self.init_tensor_pool(size)
 
-    @property
-    def device(self) -> DeviceRuntime:
-        """The simulated device behind :attr:`devid`."""
-        return platform().runtimes[self.devid]
-
     def init_tensor_pool(self, size_mb: int) -> int:
         """Take the pool, open communicators; a later call, and one with 0, does nothing. Returns 0.
 
@@ -106,23 +91,23 @@ class Runtime:
             raise incompatible("init_tensor_pool", signature, f"<xlite._C.Runtime object>, {size_mb!r}") from None
         if size_mb == 0 or self.pool is not None:
             return 0
-        device = self.device
+        driver = self._driver
         try:
-            device.card.hbm.malloc(
-                size_mb << 20, owner=Owner.XLITE_POOL, label="tensor pool", grade=Grade.EXACT, source=_POOL_SOURCE
-            )
+            driver.take_pool(self, self.devid, size_mb << 20)
         except OutOfHbmError as error:
             raise RuntimeError("XRuntime: tensor pool initialization failed") from error
         sizes = {"xlite TP": self.tp_size, "xlite DP": self.dp_size, "xlite EP": self.moe_ep_size}
-        self.communicators = {name: device.hccl.communicator(name, size) for name, size in sizes.items() if size > 1}
+        self.communicators = {
+            name: driver.communicator(self.devid, name, size) for name, size in sizes.items() if size > 1
+        }
         model = RankModel(
             config=ModelConfig(def_tp_size=self.tp_size, def_dp_size=self.dp_size, block_size=1),
-            device=_device_facts(device.card),
-            environment=Environment.from_mapping(platform().environment),
-            version=platform().xlite_version,
+            device=driver.facts(self.devid),
+            environment=Environment.from_mapping(driver.environment),
+            version=driver.version,
             rank=self.rank,
         )
-        _charge(device.card, model, When.INIT_TENSOR_POOL)
+        _take(driver, self, self.devid, model, When.INIT_TENSOR_POOL)
         self.pool = TensorPool(Arena(size_mb << 20), bits_round_up=model.behaviour.bits_round_up)
         return 0
 
@@ -130,7 +115,7 @@ class Runtime:
         """Take what the first forward takes."""
         if not self._has_run_forward:
             self._has_run_forward = True
-            _charge(self.device.card, model, When.FIRST_FORWARD)
+            _take(self._driver, self, self.devid, model, When.FIRST_FORWARD)
 
     def all_reduce_values(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of a host tensor over the TP ranks, in float32, rounded once."""
@@ -159,24 +144,26 @@ class NativeModel:
         config: Object with xlite's configuration fields.
         weights: Object with xlite's weight attributes.
         rank: Rank in the world.
+        driver: The devices; memory is taken on the current one.
 
     Raises:
         ValueError: Lists of the wrong length, experts that do not divide, an int8 weight without its scale.
     """
 
-    def __init__(self, config: object, weights: Any, rank: int) -> None:
+    def __init__(self, config: object, weights: Any, rank: int, driver: Driver) -> None:
         settings = ModelConfig.from_object(config)
-        check_weights(settings, weights, platform().xlite_version)
-        card = platform().runtimes[platform().current_device()].card
+        check_weights(settings, weights, driver.version)
+        device = driver.current_device()
+        self._driver = driver
         self.rank_model = RankModel(
             config=settings,
-            device=_device_facts(card),
+            device=driver.facts(device),
             weights=_weight_facts(settings, weights),
-            environment=Environment.from_mapping(platform().environment),
-            version=platform().xlite_version,
+            environment=Environment.from_mapping(driver.environment),
+            version=driver.version,
             rank=rank,
         )
-        _charge(card, self.rank_model, When.MODEL_INIT)
+        _take(driver, self, device, self.rank_model, When.MODEL_INIT)
 
     def tensor_pool_megabytes(self) -> int:
         """What ``get_tensor_pool_size`` returns."""
@@ -206,8 +193,8 @@ class NativeModel:
             return
         batch = Batch.of(attn_meta)
         check_forward(model, runtime, batch, kv_cache, source.shape, output.shape)
-        is_real = isinstance(platform().values, RealValues)
-        if is_real:
+        computes = self._driver.computes_values
+        if computes:
             check_has_values(model, source)
         assert runtime.pool is not None
         runtime.first_forward(model)
@@ -217,13 +204,13 @@ class NativeModel:
         step = Step.of(model, batch.lens, batch.cached_lens)
         allocations = ForwardPass(model.shortened(), runtime.pool, step)
         forward(allocations, Tensor(tuple(output.shape), _dtype("output", output)))
-        runtime.device.card.launch("xlite", runtime.device.current_stream())
-        if is_real:
+        self._driver.launch(runtime.devid)
+        if computes:
             values = ForwardValues(model, weights, batch, kv_cache, freqs_cis, runtime.all_reduce_values)
             hidden_states = values(source)
             platform().values.write(output[: len(hidden_states)], hidden_states)
         else:
-            platform().values.forget([output[:num_tokens]])
+            self._driver.forget(output[:num_tokens])
 
 
 def _dtype(name: str, tensor: torch.Tensor) -> DType:

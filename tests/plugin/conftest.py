@@ -15,14 +15,16 @@ PLUGIN = ("-p", "npusim.pytest_plugin", "-p", "no:cacheprovider")
 @pytest.fixture(scope="session")
 def _imported(request):
     """An inner session in this process forgets what it imports first, which torch does not survive."""
+    import torch
+
+    torch.manual_seed(torch.initial_seed())  # imports torch._dynamo
     if request.config.getoption("--npusim-device") != "npu":
         from npusim.world import SimWorld
 
         with SimWorld(environment={}):
-            import torch
-
             torch.empty(4, device="npu").zero_()
     import npusim.testing.faults
+    import npusim.testing.recorder
     import npusim.testing.watch  # noqa: F401
 
 

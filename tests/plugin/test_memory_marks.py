@@ -130,7 +130,6 @@ def test_figures(npu_memory):
     assert npu_memory.on(0).free_bytes == npu_memory.free_bytes
 
 
-@pytest.mark.sim_only("a card may be alone")
 @pytest.mark.npu_settings(num_devices=2)
 def test_each_device_has_its_figures(npu_memory):
     import torch

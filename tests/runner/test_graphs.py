@@ -110,7 +110,6 @@ def test_eager_steps_go_through(npu_world):
     assert not wrapper.entries
 
 
-@pytest.mark.sim_only("captures on a card need operators that are captured")
 def test_a_step_is_captured_once_and_replayed_afterwards(npu_world):
     model = Model()
     wrapper = ACLGraphWrapper(model)
@@ -129,7 +128,6 @@ def test_serving_does_not_capture(npu_world):
         call(wrapper, 4)
 
 
-@pytest.mark.sim_only("captures on a card need operators that are captured")
 def test_smaller_graphs_live_in_the_memory_of_larger_ones(npu_world):
     wrapper = ACLGraphWrapper(Model())
     with wrapper.capturing_enabled():
@@ -141,16 +139,16 @@ def test_smaller_graphs_live_in_the_memory_of_larger_ones(npu_world):
     assert torch.npu.memory_allocated() == 0  # results are held weakly
 
 
-@pytest.mark.sim_only("captures on a card need operators that are captured")
 def test_graphs_in_a_pool_for_profiling_are_dropped(npu_world):
     wrapper = ACLGraphWrapper(Model())
+    torch.zeros(4, device="npu")  # so that the operator library is there
+    torch.npu.empty_cache()
     free = torch.npu.mem_get_info()[0]
     with wrapper.capturing_enabled(torch.npu.graph_pool_handle()):
         call(wrapper, 4)
     assert not wrapper.entries
     torch.npu.empty_cache()
-    kernels = npu_world.cards[0].ledger.bytes_by_owner().get("operator kernels", 0)
-    assert torch.npu.mem_get_info()[0] == free - kernels
+    assert torch.npu.mem_get_info()[0] == free
 
 
 def test_both_wrappers_are_taken_off(npu_world):

@@ -14,6 +14,8 @@ from pathlib import Path
 from tests.stubcann.symbols import assembler, symbols_of, wanted_by
 
 SOURCES = Path(__file__).parent
+PACKAGES_BESIDE = SOURCES / "path"
+"""xlite and vllm_ascend, as far as the runner needs them."""
 BUILDS = SOURCES.parents[1] / "build" / "stubcann"
 FLAGS = ("-O1", "-g", "-fPIC", "-shared", "-std=c++17", "-Wall", "-fvisibility=hidden")
 PACKAGES = Path(sysconfig.get_path("purelib"))
@@ -25,14 +27,17 @@ class StubCannError(Exception):
 
 
 def environment() -> dict[str, str]:
-    """The process environment under which ``import torch_npu`` finds the stub; builds it first if need be.
+    """The process environment under which ``import torch_npu`` finds the stub, and ``import xlite`` something.
+
+    Builds the stub first if need be.
 
     Raises:
         StubCannError: torch_npu or a compiler is missing, or the build fails.
     """
-    folder = str(libraries_folder())
-    earlier = os.environ.get("LD_LIBRARY_PATH")
-    return os.environ | {"LD_LIBRARY_PATH": f"{folder}:{earlier}" if earlier else folder}
+    added = {"LD_LIBRARY_PATH": libraries_folder(), "PYTHONPATH": PACKAGES_BESIDE}
+    return os.environ | {
+        name: os.pathsep.join([str(path), *filter(None, [os.environ.get(name)])]) for name, path in added.items()
+    }
 
 
 def runs_on_the_stub() -> bool:

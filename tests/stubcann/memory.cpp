@@ -96,7 +96,7 @@ World& world() {
 void World::read_environment() {
   total_bytes = number_from_environment("STUBCANN_HBM_BYTES", kDefaultTotalBytes);
   others_bytes = number_from_environment("STUBCANN_HBM_USED", 0);
-  num_devices = (uint32_t)std::min<uint64_t>(number_from_environment("STUBCANN_DEVICES", 1), kMaxDevices);
+  num_devices = (uint32_t)std::min<uint64_t>(number_from_environment("STUBCANN_DEVICES", 2), kMaxDevices);
   soc = text_from_environment("STUBCANN_SOC", "Ascend910B3");
   cann_version = text_from_environment("STUBCANN_CANN", "9.1.0");
   driver_version = text_from_environment("STUBCANN_DRIVER", "25.5.0");

@@ -120,7 +120,6 @@ def test_properties_are_those_of_the_profile(npu_world):
 
 
 @MANY
-@pytest.mark.sim_only("needs two devices")
 def test_several_devices(npu_world):
     assert torch.npu.device_count() == 2
     torch.npu.set_device("npu:1")
@@ -135,7 +134,6 @@ def test_several_devices(npu_world):
 
 
 @MANY
-@pytest.mark.sim_only("needs two devices")
 @pytest.mark.parametrize(
     "make",
     [
@@ -164,7 +162,6 @@ def test_device_npu_is_the_current_one(npu_world, make):
 
 
 @MANY
-@pytest.mark.sim_only("needs two devices")
 def test_the_default_device_is_the_current_one(npu_world):
     torch.npu.set_device(1)
     torch.set_default_device("npu")
@@ -179,7 +176,7 @@ def test_the_default_device_is_the_current_one(npu_world):
 
 
 @MANY
-@pytest.mark.sim_only("needs two devices")
+@pytest.mark.needs("values")
 def test_copies_between_devices(npu_world):
     first = torch.arange(4, device="npu:0")
     second = first.to("npu:1")
@@ -191,7 +188,6 @@ def test_copies_between_devices(npu_world):
 
 
 @MANY
-@pytest.mark.sim_only("needs two devices")
 def test_torch_accelerator_is_torch_npu(npu_world):
     torch.accelerator.set_device_index(1)
     assert torch.npu.current_device() == torch.accelerator.current_device_index() == 1
@@ -199,7 +195,7 @@ def test_torch_accelerator_is_torch_npu(npu_world):
     assert torch.accelerator.memory_allocated() == torch.npu.memory_allocated(1) > 0
     assert torch.accelerator.get_memory_info() == torch.npu.mem_get_info()
     torch.accelerator.synchronize()
-    assert torch.accelerator.current_stream() == torch.npu.current_stream()
+    assert torch.accelerator.current_stream().stream_id == torch.npu.current_stream().stream_id
     del held
     torch.accelerator.empty_cache()
     assert torch.npu.memory_reserved() == 0

@@ -61,7 +61,6 @@ def test_what_is_allocated_in_a_capture_stays_in_its_pool(npu_world):
     graph.reset()
 
 
-@pytest.mark.sim_only("counts on a process without other memory")
 def test_a_graph_that_dies_lets_go_of_its_pool(npu_world):
     graph = torch.npu.NPUGraph()
     free = torch.npu.mem_get_info()[0]
@@ -72,7 +71,6 @@ def test_a_graph_that_dies_lets_go_of_its_pool(npu_world):
     assert torch.npu.mem_get_info()[0] == free
 
 
-@pytest.mark.sim_only("torch_npu reserves 2 MiB more, it is not known for what")
 def test_graphs_share_a_pool(npu_world):
     pool = torch.npu.graph_pool_handle()
     graphs = [torch.npu.NPUGraph() for _ in range(2)]

@@ -170,7 +170,6 @@ def test_allocator_backend():
 
 
 @pytest.mark.npu_settings(num_devices=2)
-@pytest.mark.sim_only("needs two devices")
 def test_cache_of_all_devices_of_the_process_is_emptied(npu_world):
     for index in (0, 1):
         torch.empty(1, device=f"npu:{index}")

@@ -34,7 +34,7 @@ def test_state_is_seed_and_offset(npu_world):
     torch.npu.set_rng_state_all(torch.npu.get_rng_state_all())
 
 
-@pytest.mark.sim_only("needs numbers, which CANN's stand-in does not compute")
+@pytest.mark.needs("values")
 def test_draws_depend_on_seed_and_earlier_draws(npu_world):
     torch.npu.manual_seed(1)
     first, second = torch.rand(4, device="npu"), torch.rand(4, device="npu")
@@ -91,7 +91,7 @@ def test_generators_of_the_host_are_as_ever(npu_world):
     assert torch.equal(torch.rand(2, generator=generator), torch.rand(2, generator=torch.Generator().manual_seed(3)))
 
 
-@pytest.mark.sim_only("needs numbers, which CANN's stand-in does not compute")
+@pytest.mark.needs("values")
 def test_draws_from_a_generator_leave_the_devices_own_alone(npu_world):
     torch.npu.manual_seed(1)
     generator = torch.Generator(device="npu").manual_seed(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -33,7 +34,11 @@ def build_model(config: RunnerConfig, parallel: ParallelState, device: torch.dev
 
     Weights are made where they stay; the only temporaries are one transposed copy of an expert tensor at a time and
     those of the rotary cache.
+
+    Raises:
+        ModuleNotFoundError: See :func:`enable_custom_op`.
     """
+    enable_custom_op()
     device_type = AscendDeviceType.of(torch_npu.npu.get_soc_version())
     model = MODELS[config.model.architecture](BuildContext(config, parallel, device, device_type))
     initialize_dummy_weights(model)
@@ -41,6 +46,16 @@ def build_model(config: RunnerConfig, parallel: ParallelState, device: torch.dev
         if isinstance(module, (LinearBase, FusedMoE)):
             module.process_weights_after_loading()
     return model.eval()
+
+
+def enable_custom_op() -> None:
+    """Load vllm-ascend's compiled operators, unless ``torch.ops._C_ascend`` has them already.
+
+    Raises:
+        ModuleNotFoundError: vllm-ascend is not installed.
+    """
+    if not hasattr(torch.ops._C_ascend, "npu_add_rms_norm_bias"):
+        importlib.import_module("vllm_ascend.vllm_ascend_C")
 
 
 def initialize_dummy_weights(model: torch.nn.Module) -> None:

@@ -138,7 +138,7 @@ class Model(Closed):
         if not isinstance(config, ModelConfig):
             signature = "(self: xlite._C.Model, config: xlite._C.ModelConfig, rank: typing.SupportsInt = 0) -> None"
             raise incompatible("init", signature, f"<xlite._C.Model object>, {config!r}")
-        self.__dict__["_native"] = NativeModel(config, self, rank)
+        self.__dict__["_native"] = NativeModel(config, self, rank, Runtime._driver)
 
     def get_tensor_pool_size(self, dbg: int = 0) -> int:
         """Megabytes (2^20) of tensor pool that a forward needs at most."""

@@ -143,12 +143,10 @@ class Event(torch.Event):
         runtime = runtime_of(stream.device_index)
         if self._runtime not in (None, runtime):
             assert self._runtime is not None
-            raise vendor_error(
-                RuntimeError,
-                f"Event device {self._runtime.card.index} does not match recording stream's device "
-                f"{stream.device_index}.",
-                "ERR00001 PTA invalid parameter",
-            )
+            # torch_npu prints the numbers as characters, and the text ends before a zero.
+            own, other = chr(self._runtime.card.index), chr(stream.device_index)
+            text, *_ = f"Event device {own} does not match recording stream's device {other}.".split("\0")
+            raise vendor_error(RuntimeError, text, "ERR00001 PTA invalid parameter")
         self._runtime = runtime
         self._recorded = runtime.card.streams.record_event(stream.npu_stream)
 

@@ -1,0 +1,1 @@
+"""Stands for vllm-ascend, of which the runner uses the compiled operators."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,28 +16,28 @@ PLUGIN = ("-p", "npusim.pytest_plugin", "-p", "no:cacheprovider")
 @pytest.fixture(scope="session")
 def _imported(request):
     """An inner session in this process forgets what it imports first, which torch does not survive."""
-    import torch
-
-    torch.manual_seed(torch.initial_seed())  # imports torch._dynamo
-    if request.config.getoption("--npusim-device") != "npu":
-        from npusim.world import SimWorld
-
-        with SimWorld(environment={}):
-            torch.empty(4, device="npu").zero_()
     import npusim.testing.faults
-    import npusim.testing.recorder
-    import npusim.testing.watch  # noqa: F401
+    from npusim.world import SimWorld
+
+    with nullcontext() if request.config.getoption("--npusim-device") == "npu" else SimWorld(environment={}):
+        import torch
+        import torch._dynamo
+
+        import npusim.testing.recorder
+        import npusim.testing.watch  # noqa: F401
+
+        torch.empty(4, device="npu").zero_()
 
 
 @pytest.fixture
-def alone(pytester, monkeypatch) -> pytest.Pytester:
+def alone(pytester, monkeypatch, _imported) -> pytest.Pytester:
     """A project with no plugins but those named; loading all that are installed takes seconds."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     return pytester
 
 
 @pytest.fixture
-def run(alone, request, _imported) -> Run:
+def run(alone, request) -> Run:
     """``run(source, *arguments)``: a session in this process over one test file."""
     device = request.config.getoption("--npusim-device") or "sim"
 

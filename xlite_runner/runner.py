@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +40,7 @@ from xlite_runner.models.attention import (
 )
 from xlite_runner.models.loader import build_model
 from xlite_runner.models.rotary import CosSinBuffers
+from xlite_runner.serving.mtp_proposer import MtpProposer
 from xlite_runner.serving.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class NPUModelRunner:
             self.mc2_mask = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.bool, device=device)
         self.cudagraph_dispatcher = CudagraphDispatcher(config)
         self.metadata_builder = AscendAttentionMetadataBuilder(device)
+        self.drafter = MtpProposer(config, device) if config.speculative is not None else None
         self.model: Any = None
         self.acl_graph: ACLGraphWrapper
         self.model_memory_usage = 0
@@ -97,6 +100,8 @@ class NPUModelRunner:
         logger.info("Starting to load model %s...", self.config.model.architecture)
         with DeviceMemoryProfiler(self.device) as meter:
             self.model = build_model(self.config, self.parallel, self.device)
+            if self.drafter is not None:
+                self.drafter.load_model(self.model)
         self.model_memory_usage = meter.consumed_memory
         logger.info("Loading model weights took %.4f GB", meter.consumed_memory / (1 << 30))
         if self.config.compilation.cudagraph_mode.has_full_cudagraphs:
@@ -109,9 +114,9 @@ class NPUModelRunner:
 
     @cached_property
     def attention_layers(self) -> Mapping[str, Attention]:
-        """The loaded model's attention layers by name."""
-        layers = (module for module in self.get_model().modules() if isinstance(module, Attention))
-        return {layer.layer_name: layer for layer in layers}
+        """The loaded model's attention layers by name, and behind them the drafter's."""
+        modules = chain(self.get_model().modules(), self.drafter.modules() if self.drafter is not None else ())
+        return {module.layer_name: module for module in modules if isinstance(module, Attention)}
 
     def get_kv_cache_spec(self) -> Mapping[str, KVCacheSpec]:
         """What the cache of each attention layer needs, by layer name."""
@@ -177,9 +182,21 @@ class NPUModelRunner:
         ):
             query_len = self.config.uniform_decode_query_len if uniform_decode else None
             metadata = self._dummy_attn_metadata(num_tokens, query_len, descriptor, profile_seq_lens)
-        return self.forward(descriptor, metadata, mode, is_profile=is_profile)
+        context = self.make_context(descriptor, metadata, mode, is_profile=is_profile)
+        hidden_states = self.forward(context)
+        if self.drafter is not None:
+            num_reqs = min(num_tokens, self.config.scheduler.max_num_seqs)
+            self.drafter.dummy_run(hidden_states, self.buffers.positions, context, num_reqs)
+        return hidden_states
 
-    def forward(
+    def forward(self, context: ForwardContext) -> torch.Tensor:
+        """Run the model on what the buffers hold; returns the hidden states."""
+        num_tokens = context.batch_descriptor.num_tokens
+        input_ids, positions = self.buffers.input_ids[:num_tokens], self.buffers.positions[:num_tokens]
+        hidden_states: torch.Tensor = self.model(input_ids, positions, context)
+        return hidden_states
+
+    def make_context(
         self,
         descriptor: BatchDescriptor,
         metadata: object | None,
@@ -187,8 +204,8 @@ class NPUModelRunner:
         *,
         num_actual_tokens: int | None = None,
         is_profile: bool = False,
-    ) -> torch.Tensor:
-        """Run the model on what the buffers hold; returns the hidden states.
+    ) -> ForwardContext:
+        """The context of a step, whose positions are looked up here.
 
         Args:
             descriptor: Shape with padding.
@@ -197,29 +214,7 @@ class NPUModelRunner:
             num_actual_tokens: Tokens without padding; all if None.
             is_profile: The memory profile is being taken.
         """
-        input_ids = self.buffers.input_ids[: descriptor.num_tokens]
         positions = self.buffers.positions[: descriptor.num_tokens]
-        context = self._forward_context(
-            descriptor,
-            positions,
-            metadata,
-            cudagraph_runtime_mode,
-            num_actual_tokens=num_actual_tokens,
-            is_profile=is_profile,
-        )
-        hidden_states: torch.Tensor = self.model(input_ids, positions, context)
-        return hidden_states
-
-    def _forward_context(
-        self,
-        descriptor: BatchDescriptor,
-        positions: torch.Tensor,
-        metadata: object | None,
-        cudagraph_runtime_mode: CUDAGraphMode,
-        *,
-        num_actual_tokens: int | None = None,
-        is_profile: bool,
-    ) -> ForwardContext:
         cos, sin = self.cos_sin.update(self._cos_sin_cache, positions)
         return create_forward_context(
             self.config,
@@ -353,7 +348,8 @@ class XliteModelRunner(NPUModelRunner):
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV cache and register it with xlite."""
         super().initialize_kv_cache(kv_cache_config)
-        self.model.register_kv_caches(self.kv_caches)
+        # xlite 0.1 refuses more layers than it has; the drafter's is behind them.
+        self.model.register_kv_caches(self.kv_caches[: self.config.model.num_hidden_layers])
 
     def _should_build_dummy_attn_metadata(
         self, *, force_attention: bool, is_profile: bool, cudagraph_runtime_mode: CUDAGraphMode

@@ -97,11 +97,7 @@ def run_step(runner, state, requests, query_lens):
 
 def call_model(runner, num_tokens, metadata):
     with torch.inference_mode():
-        positions = runner.buffers.positions[:num_tokens]
-        context = runner._forward_context(
-            BatchDescriptor(num_tokens), positions, metadata, CUDAGraphMode.NONE, is_profile=False
-        )
-        return runner.model(runner.buffers.input_ids[:num_tokens], positions, context).cpu()
+        return runner.forward(runner.make_context(BatchDescriptor(num_tokens), metadata, CUDAGraphMode.NONE)).cpu()
 
 
 def whole_sequence(runner, request, monkeypatch):

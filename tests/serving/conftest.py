@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,33 +18,70 @@ from xlite_runner.scenario import load_scenario
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def started_seed(tmp_path_factory):
-    """The published model with 3 of its 48 layers on two simulated dies, started once, in a world that tells tokens.
+@dataclass
+class Started:
+    """An engine on simulated devices, and what rank 0 had allocated when it had started."""
+
+    world: Any
+    engine: Any
+    allocated_bytes: int
+
+    def execute(self, step):
+        """Execute a step on all ranks; rank 0's output, its peak above what was allocated, and what is more after."""
+        import torch
+
+        def execute(worker):
+            before = torch.npu.memory_allocated(worker.device)
+            torch.npu.reset_peak_memory_stats(worker.device)
+            output = worker.execute_model(step)
+            peak = torch.npu.max_memory_allocated(worker.device) - before
+            return output, peak, torch.npu.memory_allocated(worker.device) - before
+
+        results = self.world.run_ranks([lambda worker=worker: execute(worker) for worker in self.engine.workers])
+        assert len({repr(output) for output, _, _ in results}) == 1, "tensor-parallel ranks sample the same tokens"
+        return results[0]
+
+
+@contextmanager
+def started(folder, **overrides):
+    """The published model with 3 of its 48 layers on two simulated dies, in a world that tells tokens.
 
     Step peaks above the idle level do not depend on the number of layers.
     """
-    import json
-
     from xlite_runner import simulation
 
-    model = tmp_path_factory.mktemp("models") / "short.json"
+    model = folder / "short.json"
     published = json.loads((EXAMPLES / "models" / "Qwen3-30B-A3B.json").read_text())
     model.write_text(json.dumps(published | {"num_hidden_layers": 3}))
-    scenario = load_scenario(EXAMPLES / "qwen3-30b-a3b-tp2-ep2.toml", {"model": model})
+    scenario = load_scenario(EXAMPLES / "qwen3-30b-a3b-tp2-ep2.toml", {"model": model, **overrides})
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
     told = ToldTokens(config.model.vocab_size)
     world = simulation.build_world(scenario, config, ProfilePolicy.SKIP, told_values=told)
     gc.freeze()
     with world:
+        import torch
         from torch.distributed import HashStore
 
         from xlite_runner.engine import EngineCore
 
         engine = EngineCore(config, ProfilePolicy.SKIP, world.run_ranks, HashStore())
         engine.start()
-        yield world, engine
+        yield Started(world, engine, torch.npu.memory_allocated(0))
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def started_seed(tmp_path_factory):
+    """The published configuration, started once."""
+    with started(tmp_path_factory.mktemp("models")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def started_with_drafter(tmp_path_factory):
+    """The same with one draft token."""
+    with started(tmp_path_factory.mktemp("models"), num_speculative_tokens=1) as made:
+        yield made
 
 
 DENSE = {

@@ -64,3 +64,22 @@ def test_two_ranks_give_the_same_tokens_by_xlite_and_without(make_worker, npu_wo
         return generated
 
     assert tokens(FULL) == tokens(OFF)
+
+
+@pytest.mark.parametrize("xlite", [FULL, DECODE_ONLY, OFF], ids=["full", "decode-only", "off"])
+def test_drafts_do_not_change_greedy_tokens(make_worker, xlite):
+    """A drafter with weights of no meaning is rejected nearly always; what is accepted is what would have come."""
+    expected = generate(make_worker(xlite=xlite).execute_model, clients(), 8)
+    execute = make_worker(xlite=xlite, num_speculative_tokens=1).execute_model
+    requests = clients()
+    drafts, num_tokens = {}, {client.req_id: len(client.prompt) for client in requests}
+    while any(len(client.output) < 8 for client in requests):
+        output = run_step(execute, requests, num_tokens, drafts)
+        drafts = dict(output.draft_token_ids)
+        # Now and then a draft that is right: the token that will come.
+        for client in requests:
+            place = len(client.output)
+            if place % 2 and place < 7:
+                drafts[client.req_id] = [expected[client.req_id][place]]
+        num_tokens = {client.req_id: 2 for client in requests}
+    assert {client.req_id: client.output[:8] for client in requests} == expected

@@ -136,6 +136,8 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         model = build.config.model
+        self.build = build
+        self.make_layer = make_layer
         self.rotary_emb = rotary_emb
         self.model = DecoderModel(
             (make_layer(index, f"model.layers.{index}") for index in range(model.num_hidden_layers)), build

@@ -13,6 +13,7 @@ from xlite_runner.forward_context import AscendDeviceType
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.models.dense import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from xlite_runner.models.layers import BuildContext, LinearBase
+from xlite_runner.models.mtp import MultiTokenPredictor
 from xlite_runner.models.qwen3_moe import Qwen3MoeForCausalLM
 from xlite_runner.moe.fused_moe import FusedMoE
 from xlite_runner.parallel_state import ParallelState
@@ -41,11 +42,23 @@ def build_model(config: RunnerConfig, parallel: ParallelState, device: torch.dev
     enable_custom_op()
     device_type = AscendDeviceType.of(torch_npu.npu.get_soc_version())
     model = MODELS[config.model.architecture](BuildContext(config, parallel, device, device_type))
+    _load(model)
+    return model
+
+
+def build_mtp(target: CausalLM) -> MultiTokenPredictor:
+    """The module that drafts for a target model, with dummy weights, ready to run."""
+    module = MultiTokenPredictor(target.build, target)
+    _load(module)
+    return module
+
+
+def _load(model: torch.nn.Module) -> None:
     initialize_dummy_weights(model)
     for module in model.modules():
         if isinstance(module, (LinearBase, FusedMoE)):
             module.process_weights_after_loading()
-    return model.eval()
+    model.eval()
 
 
 def enable_custom_op() -> None:

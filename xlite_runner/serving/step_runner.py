@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from xlite_runner.forward_context import BatchDescriptor
+from xlite_runner.forward_context import BatchDescriptor, ForwardContext
 from xlite_runner.models.attention import AscendMetadata
 from xlite_runner.serving.input_batch import InputBatch
 from xlite_runner.serving.output import LogprobsLists, ModelRunnerOutput, SchedulerOutput
@@ -31,6 +31,7 @@ class ExecuteModelState:
 
     scheduler_output: SchedulerOutput
     inputs: StepInputs
+    context: ForwardContext
     logits: torch.Tensor
     hidden_states: torch.Tensor
     sample_hidden_states: torch.Tensor
@@ -130,12 +131,14 @@ class StepRunner:
             inputs.num_tokens, uniform_decode=inputs.is_uniform_decode
         )
         metadata = self._attention_metadata(inputs, descriptor)
-        hidden_states = runner.forward(descriptor, metadata, mode, num_actual_tokens=inputs.num_tokens)
+        context = runner.make_context(descriptor, metadata, mode, num_actual_tokens=inputs.num_tokens)
+        hidden_states = runner.forward(context)
         sample_hidden_states = hidden_states[inputs.logits_indices]
         logits = runner.model.compute_logits(sample_hidden_states)
         self._state = ExecuteModelState(
             scheduler_output=scheduler_output,
             inputs=inputs,
+            context=context,
             logits=logits,
             hidden_states=hidden_states,
             sample_hidden_states=sample_hidden_states,
@@ -174,14 +177,36 @@ class StepRunner:
         self._forget_discarded(state.inputs.discarded_rows, sampled)
         for row, token_ids in enumerate(sampled.token_ids):
             self.batch.append_output(row, token_ids)
+        prompt_logprobs = self._prompt_logprobs(state)
         return ModelRunnerOutput(
             sampled_token_ids={
                 request.req_id: token_ids
                 for request, token_ids in zip(self.batch.requests, sampled.token_ids, strict=True)
             },
+            draft_token_ids=self._propose_drafts(state, sampled.token_ids),
             logprobs=sampled.logprobs,
-            prompt_logprobs=self._prompt_logprobs(state),
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _propose_drafts(
+        self, state: ExecuteModelState, sampled_token_ids: Sequence[Sequence[int]]
+    ) -> Mapping[str, Sequence[int]]:
+        """Drafts for the next step; none for rows in the middle of their prompt."""
+        runner, batch, inputs = self._runner, self.batch, state.inputs
+        if runner.drafter is None:
+            return {}
+        drafts = runner.drafter.propose(
+            inputs,
+            sampled_token_ids,
+            lambda row: int(batch.token_ids[row, inputs.seq_lens[row]]),
+            (runner.buffers.input_ids, runner.buffers.positions, state.hidden_states),
+            state.context,
+        ).tolist()
+        return {
+            request.req_id: [draft]
+            for request, draft, token_ids in zip(batch.requests, drafts, sampled_token_ids, strict=True)
+            if token_ids
+        }
 
     def _sample(self, state: ExecuteModelState) -> SamplerOutput:
         metadata, spec = self.batch.sampling_metadata, state.inputs.spec_decode

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
-import simpy
-
 from npusim.device.card import Card
+from npusim.device.clock import Clock, HostClock
+from npusim.device.cost import BARE_LOOP, HostCosts
 from npusim.device.event_log import EventLog
 from npusim.device.profile import DeviceProfile, load_profile
 from npusim.errors import UnmodelledCallError, WorldError
-from npusim.hccl.communicator import DEFAULT_BUFFER_MB, Communicator, HcclSettings
+from npusim.hccl.communicator import DEFAULT_BUFFER_MB, DEFAULT_EXEC_TIMEOUT_S, Communicator, HcclSettings
 from npusim.hccl.ranks import LoneRank, Ranks
 from npusim.memory.config import AllocatorConfig
 from npusim.memory.versions import VERSIONS as TORCH_NPU_VERSIONS
@@ -47,6 +47,7 @@ class SimWorld:
         free_bytes: Free at the start on each device; likewise.
         other_processes: Bytes held by other processes, by name; the same on every device, or one mapping per device.
         keep_events: Keep the event log's events, not only their hash.
+        host_costs: What launching work costs the host.
         lone_rank: Only this rank runs, on the device of its number; in collectives the others do as it does. Default:
             all ranks run, by :meth:`run_ranks`.
 
@@ -70,6 +71,7 @@ class SimWorld:
         free_bytes: int | Sequence[int | None] | None = None,
         other_processes: Mapping[str, int] | Sequence[Mapping[str, int]] = (),
         keep_events: bool = False,
+        host_costs: HostCosts = BARE_LOOP,
         lone_rank: int | None = None,
     ) -> None:
         _check_choice("values", values, ("shape", "real"))
@@ -81,8 +83,8 @@ class SimWorld:
         self.environment = dict(os.environ if environment is None else environment)
         self.xlite_version = xlite_version
         self.event_log = EventLog(keep=keep_events)
-        self.clock = simpy.Environment()
         self.ranks = Ranks() if lone_rank is None else LoneRank(lone_rank)
+        self.clock = Clock(lambda: self.ranks.current)
         self.storages = StorageTable()
         self.values: Values = (
             RealValues(self.storages) if values == "real" else ShapeValues(self.storages, told=told_values)
@@ -99,6 +101,7 @@ class SimWorld:
                 total_bytes=totals[index],
                 free_bytes=frees[index],
                 other_processes=dict(others[index]),
+                host_costs=host_costs,
             )
             for index in range(num_devices)
         ]
@@ -135,9 +138,17 @@ class SimWorld:
     def run_ranks(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run one function per rank, all in this process, and return their results.
 
-        The order is always the same: a rank runs until it waits in a collective, then the next one does.
+        The order is always the same: a rank runs until it waits in a collective, then the next one does. In virtual
+        time they begin no earlier than the caller is, and the caller goes on when the last one is done.
         """
-        return self.ranks.run(functions)
+        self.clock.start_together(len(functions))
+        results = self.ranks.run(functions)
+        self.clock.end_together(len(functions))
+        return results
+
+    def host_clock(self, rank: int | None = None) -> HostClock:
+        """Virtual time as a rank's host sees it, in seconds; by default whichever rank asks."""
+        return HostClock(self.clock if rank is None else self.clock.of(rank))
 
     def hccl_communicator(self, name: str) -> Communicator:
         """The communicator of this name on the calling rank's device.
@@ -190,5 +201,9 @@ def _hccl_settings(environment: Mapping[str, str]) -> HcclSettings:
     text = environment.get("HCCL_BUFFSIZE", str(DEFAULT_BUFFER_MB))
     if not text.isdecimal() or int(text) < 1:
         raise WorldError(f"HCCL_BUFFSIZE must be an integer of at least 1 (megabytes), got {text!r}")
+    timeout = environment.get("HCCL_EXEC_TIMEOUT", str(DEFAULT_EXEC_TIMEOUT_S))
+    if not timeout.isdecimal():
+        raise WorldError(f"HCCL_EXEC_TIMEOUT must be a whole number of seconds, 0 for no limit, got {timeout!r}")
     deterministic = environment.get("HCCL_DETERMINISTIC", "").lower() in TRUE_LIKE
-    return HcclSettings(int(text), environment.get("HCCL_OP_EXPANSION_MODE") == "AIV" and not deterministic)
+    uses_aiv = environment.get("HCCL_OP_EXPANSION_MODE") == "AIV" and not deterministic
+    return HcclSettings(int(text), uses_aiv, int(timeout))

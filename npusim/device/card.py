@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import simpy
+import math
 
+from npusim.device.clock import Agenda, Clock
+from npusim.device.cost import BARE_LOOP, CostModel, HostCosts
 from npusim.device.event_log import EventLog
 from npusim.device.faults import HbmFaults, OtherProcess
 from npusim.device.hbm import Hbm
@@ -25,6 +27,10 @@ class Card:
         free_bytes: Free at the first look of the process under test; what others do not hold of the rest is that
             process' context. Default: all but the profile's context and the other processes.
         other_processes: Bytes that other processes hold, by name.
+        host_costs: What launching work costs the host.
+
+    Attributes:
+        slowdown: Every kernel takes so many times as long as the profile says; for a device that is slower than others.
 
     Raises:
         WorldError: The sizes contradict each other.
@@ -34,20 +40,26 @@ class Card:
         self,
         index: int,
         profile: DeviceProfile,
-        clock: simpy.Environment,
+        clock: Clock,
         event_log: EventLog,
         *,
         total_bytes: int | None = None,
         free_bytes: int | None = None,
         other_processes: dict[str, int] | None = None,
+        host_costs: HostCosts = BARE_LOOP,
     ) -> None:
         self.index = index
         self.profile = profile
         self.event_log = event_log
         self.ledger = Ledger(profile.total_bytes.value if total_bytes is None else total_bytes)
         self.faults = HbmFaults()
-        self.hbm = Hbm(self.ledger, event_log, device_index=index, faults=self.faults)
+        self.clock = clock
+        self.agenda = Agenda(clock)
+        self.hbm = Hbm(self.ledger, event_log, device_index=index, faults=self.faults, agenda=self.agenda)
         self.streams = Streams(clock)
+        self.costs = CostModel(profile)
+        self.host_costs = host_costs
+        self.slowdown = 1.0
         self._launched_operator = False
         self.other_processes = self._admit(other_processes or {}, free_bytes)
 
@@ -56,13 +68,61 @@ class Card:
         """Handle of the default stream."""
         return self.streams.default_stream
 
-    def launch(self, operator: str, stream: int) -> None:
-        """An operator was queued; the process' first one loads the operator library."""
+    def launch(
+        self,
+        operator: str,
+        stream: int,
+        duration_ns: int,
+        *,
+        not_before_ns: int = 0,
+        slowdown: float | None = None,
+    ) -> None:
+        """The host queues an operator, which takes the host's time, too; the first one loads the operator library.
+
+        Args:
+            operator: Its name.
+            stream: Handle of the stream that it runs on.
+            duration_ns: How long it occupies the stream.
+            not_before_ns: Earliest start, e.g. when others arrive with whom it communicates.
+            slowdown: Instead of the card's own.
+        """
         del operator
         if not self._launched_operator:
             self._launched_operator = True
             self.charge(Owner.KERNELS, "operator library", self.profile.operator_library_bytes)
-        self.streams.enqueue(stream, 0.0)
+        if self.clock.spend(self.host_costs.operator_ns) >= self.agenda.next_ns:
+            self.agenda.catch_up()
+        factor = self.slowdown if slowdown is None else slowdown
+        if factor != 1.0:
+            duration_ns = round(duration_ns * factor)
+        self.streams.enqueue(stream, duration_ns, not_before_ns=not_before_ns)
+
+    def stall(self, duration_ns: int) -> None:
+        """The device hangs: every stream stands still for so long."""
+        self.streams.delay(duration_ns)
+
+    def slow_down(self, factor: float) -> None:
+        """From now on every kernel takes ``factor`` times as long as the profile says.
+
+        Raises:
+            WorldError: The factor is not positive.
+        """
+        if not 0 < factor < math.inf:
+            raise WorldError(f"device {self.index}: a slowdown must be a positive number, got {factor}")
+        self.slowdown = factor
+
+    def copy(self, stream: int, duration_ns: int, *, waits: bool) -> None:
+        """The host queues a copy from or to its memory.
+
+        Args:
+            stream: Handle of the stream that it runs on.
+            duration_ns: How long it occupies the stream.
+            waits: Whether the host waits until it is done.
+        """
+        self.clock.spend(self.host_costs.operator_ns)
+        self.streams.enqueue(stream, duration_ns)
+        if waits:
+            self.streams.synchronize_stream(stream)
 
     def charge(self, owner: Owner, label: str, fact: Fact[int]) -> int:
         """Take memory that the driver or a library takes for itself; returns the ledger's id."""

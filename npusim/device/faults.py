@@ -1,10 +1,11 @@
-"""What can go wrong with a device's memory, planned by a test: failing allocations, and other processes."""
+"""What can go wrong with a device, planned by a test: failing allocations, and other processes on the card."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
-from npusim.device.ledger import Grade, Ledger, Owner
+from npusim.device.ledger import Grade, Ledger, LedgerFullError, Owner
 
 
 class HbmFaults:
@@ -61,3 +62,11 @@ class OtherProcess:
             entry_id = self._ledger.charge(Owner.OTHER_PROCESS, self._label, growth, Grade.EXACT, "set by the test")
             self._entry_ids.append(entry_id)
         self.num_bytes = num_bytes
+
+    def grow(self, num_bytes: int) -> None:
+        """Take ``num_bytes`` more, or give back as many if negative; to be planned, e.g. by ``card.agenda.at``.
+
+        Where the card has less free, the process gets nothing: that is an error of its own.
+        """
+        with suppress(LedgerFullError):
+            self.resize(max(0, self.num_bytes + num_bytes))

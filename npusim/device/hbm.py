@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from npusim.device.clock import Agenda, Clock
 from npusim.device.event_log import EventLog
 from npusim.device.faults import HbmFaults
 from npusim.device.ledger import Grade, Ledger, LedgerFullError, Owner
@@ -56,15 +57,23 @@ class Hbm:
         event_log: Gets one event for each call, named ``hbm.<call>``.
         device_index: The device's number, written to the events.
         faults: Which allocations must fail. Default: none.
+        agenda: What happens to the memory at planned times. Default: nothing.
     """
 
     def __init__(
-        self, ledger: Ledger, event_log: EventLog, *, device_index: int = 0, faults: HbmFaults | None = None
+        self,
+        ledger: Ledger,
+        event_log: EventLog,
+        *,
+        device_index: int = 0,
+        faults: HbmFaults | None = None,
+        agenda: Agenda | None = None,
     ) -> None:
         self.ledger: Final = ledger
         self.event_log: Final = event_log
         self.device_index: Final = device_index
         self.faults: Final = faults if faults is not None else HbmFaults()
+        self._agenda: Final = agenda if agenda is not None else Agenda(Clock())
         self._next_malloc = MALLOC_BASE
         self._next_reserve = RESERVE_BASE
         self._next_handle = 1
@@ -81,6 +90,7 @@ class Hbm:
 
     def mem_get_info(self) -> tuple[int, int]:
         """Free and total bytes of the whole device (``aclrtGetMemInfo(ACL_HBM_MEM)``)."""
+        self._agenda.catch_up()
         return self.ledger.free_bytes, self.ledger.capacity_bytes
 
     def malloc(self, num_bytes: int, *, owner: Owner, label: str, grade: Grade, source: str) -> int:
@@ -185,6 +195,7 @@ class Hbm:
         return handle
 
     def _charge(self, num_bytes: int, owner: Owner, label: str, grade: Grade, source: str) -> int:
+        self._agenda.catch_up()
         if self.faults.strikes_next_allocation():
             raise OutOfHbmError(num_bytes, self.ledger.free_bytes, "planned fault")
         try:

@@ -55,6 +55,13 @@ class DeviceProfile:
         num_vector_cores: Vector cores.
         devices_per_node: Devices that one host sees; decides whether xlite communicates through XCCL.
         l2_cache_bytes: Level-2 cache.
+        hbm_bytes_per_s: Nominal rate of the device's memory.
+        cube_flops_per_s: Nominal rate of the cube cores with 16-bit operands, floating-point operations per second.
+        link_topology: ``mesh``: the devices of a node have a link to each other one; ``switch``: one that all share.
+        link_bytes_per_s: What collectives send over such a link, one way.
+        node_link_bytes_per_s: What they send to devices of other nodes, all together.
+        host_to_device_bytes_per_s: Copies from host memory.
+        device_to_host_bytes_per_s: Copies to host memory.
     """
 
     name: str
@@ -73,6 +80,13 @@ class DeviceProfile:
     num_vector_cores: Fact[int]
     devices_per_node: Fact[int]
     l2_cache_bytes: Fact[int]
+    hbm_bytes_per_s: Fact[int]
+    cube_flops_per_s: Fact[int]
+    link_topology: Fact[str]
+    link_bytes_per_s: Fact[int]
+    node_link_bytes_per_s: Fact[int]
+    host_to_device_bytes_per_s: Fact[int]
+    device_to_host_bytes_per_s: Fact[int]
 
 
 def profile_names() -> tuple[str, ...]:
@@ -108,7 +122,9 @@ def load_profile(name_or_path: str | Path) -> DeviceProfile:
     return _profile(name, table)
 
 
-_FACT_TYPES = {"soc_name": str, "cann_version": str}
+_FACT_TYPES = {"soc_name": str, "cann_version": str, "link_topology": str}
+_CHOICES = {"link_topology": ("mesh", "switch")}
+_DIVISORS = tuple(field.name for field in fields(DeviceProfile) if field.name.endswith("_per_s"))
 
 
 def _profile(name: str, table: dict[str, Any]) -> DeviceProfile:
@@ -138,6 +154,10 @@ def _fact(profile: str, key: str, entry: Any, kind: type) -> Any:
         raise ProfileError(f"{where}: value must be of type {kind.__name__}, got {value!r}")
     if isinstance(value, int) and value < 0:
         raise ProfileError(f"{where}: value must not be negative, got {value}")
+    if key in _DIVISORS and value == 0:
+        raise ProfileError(f"{where}: a rate must be more than 0")
+    if key in _CHOICES and value not in _CHOICES[key]:
+        raise ProfileError(f"{where}: value must be one of {', '.join(_CHOICES[key])}, got {value!r}")
     try:
         grade = Grade(entry["grade"])
     except ValueError:

@@ -12,6 +12,8 @@ from npusim.device.profile import Fact
 
 DEFAULT_BUFFER_MB: Final = 200
 """Megabytes (2^20) per direction without ``HCCL_BUFFSIZE``. Exact: hiascend.com, HCCL_BUFFSIZE, CANN 8.0 to 9.0."""
+DEFAULT_EXEC_TIMEOUT_S: Final = 1836
+"""Seconds without ``HCCL_EXEC_TIMEOUT``. Exact: public logs of CANN 8 (LLaMA-Factory issue #5347)."""
 WINDOW_BYTES: Final = 1 << 20
 """Window for MC2 operators, in the allocation of the two buffers. Exact: cann-hcomm b5f3e5be, ccl_buffer_manager.cc."""
 AIV_DATA_BYTES: Final = 36 << 20
@@ -29,10 +31,12 @@ class HcclSettings:
     Attributes:
         buffer_mb: ``HCCL_BUFFSIZE``, in megabytes (2^20) per direction.
         uses_aiv: Whether ``HCCL_OP_EXPANSION_MODE`` is ``AIV`` and ``HCCL_DETERMINISTIC`` does not forbid it.
+        exec_timeout_s: ``HCCL_EXEC_TIMEOUT``: seconds that ranks wait for each other in a collective; 0: for ever.
     """
 
     buffer_mb: int = DEFAULT_BUFFER_MB
     uses_aiv: bool = False
+    exec_timeout_s: int = DEFAULT_EXEC_TIMEOUT_S
 
 
 class HcclRuntime:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from npusim.errors import CollectiveMismatchError, RankMissingError, WorldError
@@ -18,6 +19,29 @@ P = TypeVar("P")
 def _text(group: Hashable) -> str:
     """A group and the number of its collective, for a message."""
     return ", collective ".join(map(str, group)) if isinstance(group, tuple) else str(group)
+
+
+@dataclass(slots=True)
+class Arrival:
+    """When a rank is ready for a collective, and then, for all its ranks, when the last one was.
+
+    Attributes:
+        time_ns: The time, in nanoseconds.
+        slowdown: How many times as long as others its kernels take; then that of the slowest.
+        spread_ns: How long the first one waits for the last one.
+    """
+
+    time_ns: int
+    slowdown: float = 1.0
+    spread_ns: int = 0
+
+    @staticmethod
+    def join(arrivals: Sequence[Arrival]) -> None:
+        """All have arrived."""
+        times = [arrival.time_ns for arrival in arrivals]
+        slowdown = max(arrival.slowdown for arrival in arrivals)
+        for arrival in arrivals:
+            arrival.time_ns, arrival.slowdown, arrival.spread_ns = max(times), slowdown, max(times) - min(times)
 
 
 class _Meeting(Generic[P]):
@@ -154,6 +178,24 @@ class Ranks:
                 f"rank {self.current} waits in {operation} on {_text(group)} for ranks of the group that never arrive: "
                 f"{', '.join(map(str, missing))}"
             )
+
+    def arrive(self, group: Hashable, group_rank: int, num_ranks: int, operation: Hashable, arrival: Arrival) -> None:
+        """Wait until all ranks of a group are here, and find out when the last one is.
+
+        Args:
+            group: Identifies the group.
+            group_rank: The caller's rank in it.
+            num_ranks: Ranks in it.
+            operation: What the caller does; all must do the same.
+            arrival: The caller's, and afterwards that of all.
+
+        Raises:
+            CollectiveMismatchError: The ranks do different things.
+            RankMissingError: One will never come.
+        """
+        slot = "arrivals", self.current, group
+        number = self.attached[slot] = self.attached.get(slot, 0) + 1
+        self.meet((group, number), group_rank, num_ranks, operation, arrival, lambda all_, _: Arrival.join(all_))
 
     def _main(self, index: int, function: Callable[[], Any]) -> None:
         me = self._ranks[index]

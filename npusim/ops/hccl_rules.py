@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npusim.device.clock import NS_PER_S
+from npusim.hccl.ranks import Arrival
 from npusim.ops.refusal import refusal
+from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.tensors import new_like
+from npusim.torch_backend.vendor_errors import vendor_error
 
 INVALID_PARAMETER = "ERR02001 DIST invalid parameter"
 INVALID_TYPE = "ERR02002 DIST invalid type"
@@ -33,6 +37,31 @@ REDUCED_AS_INT32 = (torch.bool, torch.uint8)
 """Types of which an int32 copy is reduced. Exact: golden records and torch_npu 2.13.0."""
 _ALL_GATHER_ALIGNMENT_BYTES = 512
 """To a multiple of this size ``all_gather`` into a list pads its tensors. Exact: torch_npu 2.13.0, Ascend910B3."""
+
+
+def check_wait(runtime: DeviceRuntime, arrival: Arrival) -> None:
+    """Check that no rank waited for another one longer than ``HCCL_EXEC_TIMEOUT`` allows.
+
+    The text is that of public logs (vllm-ascend issue #1443); there the next synchronization raises it, here the
+    collective itself. Grade of that: assumed.
+
+    Raises:
+        RuntimeError: One did.
+    """
+    timeout_s = runtime.hccl.settings.exec_timeout_s
+    if not timeout_s or arrival.spread_ns <= timeout_s * NS_PER_S:
+        return
+    runtime.card.clock.wait_until(arrival.time_ns - arrival.spread_ns + timeout_s * NS_PER_S)
+    error = vendor_error(
+        RuntimeError,
+        "NPU function error: AclrtSynchronizeStreamWithTimeout, error code is 507048",
+        "ERR00100 PTA call acl api failed\n[Error]: The execution of the internal task times out.\n"
+        "        Rectify the fault based on the error information in the ascend log.\n"
+        "EI0002: The wait execution of the Notify register times out. Reason: The Notify register has not received the "
+        "Notify record from remote rank [unknown].",
+    )
+    error.add_note(f"ranks were {arrival.spread_ns / NS_PER_S:g} s apart, HCCL_EXEC_TIMEOUT allows {timeout_s} s")
+    raise error
 
 
 def reduction(op: Any, tensor: Tensor, call: str) -> str:

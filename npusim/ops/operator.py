@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from npusim.ops.refusal import devices_differ, wrong_device
+from npusim.ops.work import WAITS, WORK, Call, WorkOf
 from npusim.torch_backend.registration import kernel, platform
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.tensors import new_on
@@ -65,6 +66,8 @@ class Operator:
         hosts: What becomes of host tensors among its arguments.
         workspace_bytes: Bytes of workspace during the call, given the arguments.
         has_numbers: Whether its results have numbers, from ``computes`` or from ``allocate`` itself.
+        work: What it moves and multiplies; None if it reads its device tensors and writes its results.
+        waits: Whether the host waits for its results.
     """
 
     name: str
@@ -78,9 +81,11 @@ class Operator:
     hosts: Hosts
     workspace_bytes: Callable[..., int] | None
     has_numbers: bool
+    work: WorkOf | None
+    waits: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the operator: allocate, take and give back its workspace, charge its launch, attach values."""
+        """Run the operator: allocate, take and give back its workspace, launch it, attach values."""
         active = platform()
         inputs: list[Tensor] = []
         hosts: list[Tensor] = []
@@ -93,14 +98,28 @@ class Operator:
             elif self.hosts is Hosts.NUMBERS:
                 wrong_device(hosts)
         results = self.allocate(*args, **kwargs)
-        if not inputs and not tensors_in(results):
+        outputs = tensors_in(results)
+        if not inputs and not outputs:
             return results
-        runtime = active.runtimes[(inputs or tensors_in(results))[0].device.index]
+        runtime = active.runtimes[(inputs or outputs)[0].device.index]
         if self.workspace_bytes is not None:
             take_workspace(
                 runtime, self.workspace_bytes(*args, **kwargs), always_cached=self.name.startswith("_C_ascend")
             )
-        runtime.card.launch(self.name, runtime.current_stream())
+        card = runtime.card
+        if self.work is None:
+            num_bytes = 0
+            for tensor in inputs:
+                num_bytes += tensor.nbytes
+            for tensor in outputs:
+                num_bytes += tensor.nbytes
+            duration_ns = card.costs.vector_ns(num_bytes)
+        else:
+            duration_ns = card.costs.kernel_ns(self.work(Call(self.parameters, args, kwargs, results)))
+        stream = runtime.current_stream()
+        card.launch(self.name, stream, duration_ns)
+        if self.waits:
+            card.streams.synchronize_stream(stream)
         written = tensors_in([self._argument(name, args, kwargs) for name in self.writes]) if self.writes else []
         values = active.values
         if self.overwrites:
@@ -110,10 +129,10 @@ class Operator:
             return results
         compute = _Computation(self, args, kwargs)
         if written:
-            outputs = [tensor for tensor in tensors_in(results) if not any(tensor is target for target in written)]
-            values.update([*written, *outputs], inputs, compute)
+            new = [tensor for tensor in outputs if not any(tensor is target for target in written)]
+            values.update([*written, *new], inputs, compute)
         else:
-            values.compute(tensors_in(results), inputs, compute)
+            values.compute(outputs, inputs, compute)
         return results
 
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -210,6 +229,8 @@ def operator(
             hosts,
             workspace_bytes,
             computes is IN_BODY or computation is not None,
+            WORK.get(name),
+            name in WAITS,
         )
         DECLARED[name] = declared
         is_factory = schema is not None and not any("Tensor" in str(argument.type) for argument in arguments)

@@ -10,20 +10,23 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional
 
+from npusim.device.cost import HOST_COLLECTIVE_NS
 from npusim.device.hbm import OutOfHbmError
 from npusim.errors import UnmodelledCallError
 from npusim.hccl.communicator import Communicator
-from npusim.hccl.ranks import Ranks
+from npusim.hccl.ranks import Arrival, Ranks
 from npusim.ops.hccl_rules import (
     INVALID_PARAMETER,
     INVALID_TYPE,
     REDUCED_AS_INT32,
+    check_wait,
     padded,
     padding_of,
     reduced,
     reduction,
 )
 from npusim.ops.refusal import refusal
+from npusim.ops.work import bytes_of
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.tensors import new_like, new_on, runtime_of
@@ -32,6 +35,20 @@ Parts = list[list[Tensor]]
 """Each rank's inputs on the host, by group rank."""
 Combine = Callable[[Parts, Sequence[int]], list[Tensor]]
 """Computes the outputs of some ranks, one rank's after the other's."""
+
+
+_COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "allgather_base": "all_gather",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall_base": "all_to_all",
+    "alltoall": "all_to_all",
+    "barrier": "all_reduce",
+}
+"""Kind of each collective, for its duration."""
 
 
 def _done(result: Any) -> Any:
@@ -365,17 +382,26 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class kno
             if not tensor.is_contiguous():
                 raise refusal("Tensors must be contiguous", INVALID_TYPE)
 
-    def _operate(self, runtime: DeviceRuntime, call: str) -> None:
-        """Run on the communicator's stream, between what was queued on the current one before and after."""
+    def _arrive(self, runtime: DeviceRuntime, call: str) -> Arrival:
+        """Be ready on the communicator's stream, behind what was queued on the current one."""
         try:
             self.communicator().operate()
         except OutOfHbmError as error:
             text = f"HCCL function error: {call}, error code is 3"
             raise refusal(text, "ERR02200 DIST call hccl api failed") from error
-        streams, stream, current = runtime.card.streams, self._handle(runtime), runtime.current_stream()
-        streams.wait_event(stream, streams.record_event(current))
-        runtime.card.launch(f"hccl.{call}", stream)
-        streams.wait_event(current, streams.record_event(stream))
+        streams, stream = runtime.card.streams, self._handle(runtime)
+        streams.wait_event(stream, streams.record_event(runtime.current_stream()))
+        runtime.capture_group(self)
+        return Arrival(streams.ready_ns(stream))
+
+    def _operate(self, runtime: DeviceRuntime, call: str, num_bytes: int, arrival: Arrival) -> None:
+        """Run on the communicator's stream from when all ranks are ready, before what the current one gets then."""
+        card, stream = runtime.card, self._handle(runtime)
+        streams = card.streams
+        check_wait(runtime, arrival)
+        duration_ns = card.costs.collective_ns(_COLLECTIVES[call], num_bytes, self.size())
+        card.launch(f"hccl.{call}", stream, duration_ns, not_before_ns=arrival.time_ns, slowdown=1.0)
+        streams.wait_event(runtime.current_stream(), streams.record_event(stream))
 
     def _handle(self, runtime: DeviceRuntime) -> int:
         return runtime.streams.handle_of(self._stream_id)
@@ -407,13 +433,18 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class kno
         tensors = [*inputs, *outputs]
         self._check(tensors)
         on_device = any(tensor.device.type == "npu" for tensor in tensors)
-        if on_device:
-            self._operate(runtime_of(tensors[0].device), call)
+        runtime = runtime_of(tensors[0].device) if on_device else None
+        clock = platform().clock
+        arrival = Arrival(clock.now_ns) if runtime is None else self._arrive(runtime, call)
 
-        def finish(payloads: list[tuple[Sequence[Tensor], Sequence[Tensor], Any]], receivers: Sequence[int]) -> None:
+        def finish(
+            payloads: list[tuple[Sequence[Tensor], Sequence[Tensor], Any, Arrival]], receivers: Sequence[int]
+        ) -> None:
             if check is not None:
-                check([extra for _, _, extra in payloads], receivers)
-            given = [part if senders is None or rank in senders else () for rank, (part, _, _) in enumerate(payloads)]
+                check([extra for _, _, extra, _ in payloads], receivers)
+            Arrival.join([each for _, _, _, each in payloads])
+            parts = [part for part, _, _, _ in payloads]
+            given = [part if senders is None or rank in senders else () for rank, part in enumerate(parts)]
             counts = [len(part) for part in given]
             targets = [target for rank in receivers for target in payloads[rank][1]]
             shapes = [tuple(target.shape) for target in targets]
@@ -433,7 +464,17 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class kno
                 for target, result in zip(targets, compute(*[source.clone() for source in sources]), strict=True):
                     target.copy_(result)
 
-        self._meet(f"{call} {detail}".rstrip(), (inputs, outputs, extra), finish)
+        self._meet(f"{call} {detail}".rstrip(), (inputs, outputs, extra, arrival), finish)
+        if runtime is None:
+            clock.wait_until(arrival.time_ns + HOST_COLLECTIVE_NS)
+        else:
+            num_bytes = max(bytes_of(inputs), bytes_of(outputs))
+            self._operate(runtime, call, num_bytes, arrival)
+
+    def arrive(self, operation: str, arrival: Arrival) -> None:
+        """Meet the group's other ranks where a captured graph with its collectives is replayed."""
+        group = "replay", self._name, *self._global_ranks
+        self._ranks.arrive(group, self._group_rank, self.size(), operation, arrival)
 
     def _meet(self, operation: Hashable, payload: Any, finish: Callable[[list[Any], Sequence[int]], None]) -> None:
         self._num_collectives += 1

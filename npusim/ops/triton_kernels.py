@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
+from npusim.ops.work import bytes_of
 from npusim.torch_backend.registration import platform
 
 Arguments = Mapping[str, Any]
@@ -48,7 +49,8 @@ def launch(name: str, arguments: Arguments) -> None:
     targets = [tensors[key] for key in kernel.writes if key in tensors]
     active = platform()
     runtime = active.runtimes[targets[0].device.index]
-    runtime.card.launch(f"triton::{name.rpartition('.')[2]}", runtime.current_stream())
+    duration_ns = runtime.card.costs.vector_ns(2 * bytes_of(targets))
+    runtime.card.launch(f"triton::{name.rpartition('.')[2]}", runtime.current_stream(), duration_ns)
     others = {key: value for key, value in arguments.items() if key not in tensors}
     keys = list(tensors)
 

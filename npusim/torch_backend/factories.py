@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from npusim.torch_backend.host_memory import is_pinned
 from npusim.torch_backend.registration import kernel, platform
 from npusim.torch_backend.shells import CPU_KEYS
 from npusim.torch_backend.storage import contiguous_stride, offset_of, span_bytes
@@ -140,10 +141,11 @@ def resize(tensor: torch.Tensor, size: Sequence[int], memory_format: torch.memor
     return set_storage(tensor, storage, offset_of(tensor), size, stride)
 
 
-def _launch(tensor: torch.Tensor, name: str) -> None:
-    """A kernel that writes to ``tensor`` was queued."""
+def _launch(tensor: torch.Tensor, name: str, num_bytes: int) -> None:
+    """A kernel that writes to ``tensor`` was queued; it moves so many bytes."""
     runtime = platform().runtimes[tensor.device.index]
-    runtime.card.launch(name, runtime.current_stream())
+    card = runtime.card
+    card.launch(name, runtime.current_stream(), card.costs.vector_ns(num_bytes))
 
 
 @kernel("aten", "_copy_from")
@@ -153,14 +155,30 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     del staging
     values = platform().values
     if not is_simulated(target):
+        copy_to_host(source, waits=not non_blocking)
         target.copy_(values.read(source))
     elif not is_simulated(source):
+        _copy_to_device(source, target, waits=not (non_blocking and is_pinned(source)))
         values.write(target, source.expand(target.shape))
     elif source.numel():
-        _launch(target, "aten::copy_")
+        _launch(target, "aten::copy_", source.nbytes + target.nbytes)
         shape = target.shape  # not the target itself: a computation that nobody asks for must not keep its memory
         values.update((target,), (source,), lambda host: host.expand(shape))
     return target
+
+
+def copy_to_host(source: torch.Tensor, *, waits: bool) -> None:
+    """A copy to the host was queued; a blocking one waits for what was queued on the current stream before."""
+    runtime = platform().runtimes[source.device.index]
+    card = runtime.card
+    card.copy(runtime.current_stream(), card.costs.device_to_host_ns(source.nbytes), waits=waits)
+
+
+def _copy_to_device(source: torch.Tensor, target: torch.Tensor, *, waits: bool) -> None:
+    """A copy from the host was queued; only one from pinned memory lets the host go on. Grade of that: assumed."""
+    runtime = platform().runtimes[target.device.index]
+    card = runtime.card
+    card.copy(runtime.current_stream(), card.costs.host_to_device_ns(source.nbytes), waits=waits)
 
 
 def _staging(source: torch.Tensor, target: torch.Tensor, *, non_blocking: bool) -> torch.Tensor | None:
@@ -186,6 +204,7 @@ def copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Te
 def local_scalar_dense(tensor: torch.Tensor) -> bool | int | float | complex:
     """``Tensor.item``."""
     runtime_of(tensor.device).refuse_in_capture("Tensor.item")
+    copy_to_host(tensor, waits=True)
     number: bool | int | float | complex = platform().values.read(tensor).item()
     return number
 
@@ -193,7 +212,7 @@ def local_scalar_dense(tensor: torch.Tensor) -> bool | int | float | complex:
 @kernel("aten", "fill_.Scalar")
 def fill_scalar(tensor: torch.Tensor, value: complex) -> torch.Tensor:
     """``Tensor.fill_``; no memory."""
-    _launch(tensor, "aten::fill_")
+    _launch(tensor, "aten::fill_", tensor.nbytes)
     shape, dtype = tuple(tensor.shape), tensor.dtype
     platform().values.update((tensor,), (), lambda: torch.full(shape, value, dtype=dtype, device="cpu"))
     return tensor
@@ -221,18 +240,23 @@ def to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    """``Tensor.to`` where it copies; a copy to the host is complete at once, so its memory need not be pinned.
+    """``Tensor.to`` where it copies; the numbers are on the host at once, even where time has yet to pass until then.
 
     A cast to float64 on the device gives float32 (exact: golden records).
     """
-    del layout, pin_memory, non_blocking
+    del layout, pin_memory
     if dtype is torch.float64 and (device or tensor.device).type == "npu" and is_simulated(tensor):
         dtype = torch.float32
-    return _copy_of(tensor, dtype or tensor.dtype, device or tensor.device, memory_format)
+    return _copy_of(tensor, dtype or tensor.dtype, device or tensor.device, memory_format, non_blocking=non_blocking)
 
 
 def _copy_of(
-    tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format | None
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory_format: torch.memory_format | None,
+    *,
+    non_blocking: bool = False,
 ) -> torch.Tensor:
     if memory_format in (None, torch.preserve_format) and not tensor.is_contiguous():
         stride = preserved_stride(tuple(tensor.shape), tensor.stride())
@@ -240,14 +264,15 @@ def _copy_of(
         stride = contiguous_stride(tuple(tensor.shape))
     if device.type != "npu":
         host = torch.empty_strided(tensor.size(), stride, dtype=dtype, device=device)
-        return host.copy_(tensor)
+        return host.copy_(tensor, non_blocking=non_blocking)
     result = empty_strided(tensor.size(), stride, dtype, device=device)
     if not tensor.numel():
         return result
     if is_simulated(tensor):
-        _launch(result, "aten::copy_")
+        _launch(result, "aten::copy_", tensor.nbytes + result.nbytes)
         platform().values.compute((result,), (tensor,), lambda host: host)
     else:
+        _copy_to_device(tensor, result, waits=not (non_blocking and is_pinned(tensor)))
         platform().values.write(result, tensor)
     return result
 

@@ -86,6 +86,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     values = platform().values
     if name in SHAPE_FOLLOWS_VALUES:
         results = run([values.read(tensor) for tensor in inputs], "cpu")
+        _launch(name, device, sum(tensor.nbytes for tensor in inputs), waits=True)
         return pytree.tree_map_only(torch.Tensor, lambda host: _upload(host, device), results)
     metas = [stand_in(tensor) for tensor in inputs]
     try:
@@ -104,11 +105,22 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     targets = [*(inputs[place] for place in places), *(outputs[position] for position in fresh)]
     results = _Results(run, inputs, outs, places, fresh, [target.shape for target in targets])
     read = [tensor for place, tensor in enumerate(inputs) if place not in outs]
+    if targets:
+        _launch(name, device, sum(tensor.nbytes for tensor in [*read, *targets]))
     if places:
         values.update(targets, read, results)
     elif fresh:
         values.compute(targets, read, results)
     return pytree.tree_unflatten(outputs, out_spec)
+
+
+def _launch(name: str, device: torch.device, num_bytes: int, *, waits: bool = False) -> None:
+    """The operator was queued as one kernel that moves so many bytes; the host may have to wait for its results."""
+    runtime = runtime_of(device)
+    card, stream = runtime.card, runtime.current_stream()
+    card.launch(name, stream, card.costs.vector_ns(num_bytes))
+    if waits:
+        card.streams.synchronize_stream(stream)
 
 
 class _Device:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from npusim.device.card import Card
-    from npusim.hccl.ranks import Ranks
+    from npusim.device.clock import Clock
+    from npusim.hccl.ranks import Arrival, Ranks
     from npusim.memory.config import AllocatorConfig
     from npusim.torch_backend.storage import StorageTable
     from npusim.torch_backend.values import Values
@@ -47,6 +48,10 @@ class Platform(Protocol):
         """The ranks of this process."""
 
     @property
+    def clock(self) -> Clock:
+        """Virtual time."""
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """The environment variables that vendor software reads."""
 
@@ -62,6 +67,13 @@ class Platform(Protocol):
 
     def hccl_communicator(self, name: str) -> Communicator:
         """The calling rank's communicator of this name."""
+
+
+class RankGroup(Protocol):
+    """Ranks whose collectives a graph may have captured."""
+
+    def arrive(self, operation: str, arrival: Arrival) -> None:
+        """Wait for the group's other ranks, as :meth:`npusim.hccl.ranks.Ranks.arrive`."""
 
 
 class RandomState:
@@ -130,6 +142,7 @@ class DeviceRuntime:
         self.streams = StreamPool(card.streams)
         self._stream = card.default_stream
         self._capturing: int | None = None
+        self.captured_groups: list[RankGroup] = []
         self.task_groups = TaskGroups()
         self._num_pools = {"user": 0, "capture": 0}
         self.workspaces = WorkspaceAllocator(
@@ -203,12 +216,20 @@ class DeviceRuntime:
         if self._capturing is not None:
             raise RuntimeError("Cannot begin an NPU graph capture during another one.")
         self._capturing = stream
+        self.captured_groups.clear()
+        self.card.streams.begin_capture(stream)
         self.allocator.mark_capture_begin()
 
-    def end_capture(self) -> None:
-        """Nothing is captured any more."""
+    def capture_group(self, group: RankGroup) -> None:
+        """A collective is queued; if it is captured, replays will meet the group's ranks."""
+        if self._capturing is not None and group not in self.captured_groups:
+            self.captured_groups.append(group)
+
+    def end_capture(self) -> int:
+        """Nothing is captured any more; returns how long a replay takes, in nanoseconds."""
         self._capturing = None
         self.allocator.mark_capture_end()
+        return self.card.streams.end_capture()
 
     @cached_property
     def capture_stream_id(self) -> int:

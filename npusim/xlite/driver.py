@@ -9,10 +9,13 @@ import torch
 
 from npusim.device.ledger import Grade, Owner
 from npusim.device.profile import Fact
+from npusim.hccl.ranks import Arrival
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.values import RealValues
 from npusim.xlite.config import DeviceFacts
 from npusim.xlite.outside_pool import OutsideAllocation
+from npusim.xlite.rank_model import RankModel
+from npusim.xlite.work import Lengths, forward_ns
 
 POOL_SOURCE = "xlite csrc/runtime.cpp: one aclrtMalloc of size << 20"
 
@@ -58,8 +61,8 @@ class Driver(Protocol):
     def computes_values(self) -> bool:
         """Whether the forward's numbers are computed, by the active world's values."""
 
-    def launch(self, device: int) -> None:
-        """A forward was launched on the current stream."""
+    def launch(self, device: int, model: RankModel, lengths: Lengths) -> None:
+        """A forward of so many tokens was launched on the current stream."""
 
     def forget(self, target: torch.Tensor) -> None:
         """A forward overwrote this tensor with numbers that nobody computes."""
@@ -113,10 +116,20 @@ class SimulatedDriver:
         """Whether the world's values are real."""
         return isinstance(platform().values, RealValues)
 
-    def launch(self, device: int) -> None:
-        """One kernel on the current stream."""
-        runtime = platform().runtimes[device]
-        runtime.card.launch("xlite", runtime.current_stream())
+    def launch(self, device: int, model: RankModel, lengths: Lengths) -> None:
+        """Occupy the current stream for a pass; ranks of the same TP and DP groups start and end it together.
+
+        Where no ranks run (:meth:`npusim.world.SimWorld.run_ranks`), the others are taken to do the same at this time.
+        """
+        runtime, ranks = platform().runtimes[device], platform().ranks
+        card, stream = runtime.card, runtime.current_stream()
+        arrival = Arrival(card.streams.ready_ns(stream), card.slowdown)
+        if ranks.are_several and not ranks.is_lone:
+            replica, tp_rank = divmod(model.rank, model.tp.size)
+            ranks.arrive(("xlite TP", replica), tp_rank, model.tp.size, "xlite forward", arrival)
+            ranks.arrive(("xlite DP", tp_rank), replica, model.dp.size, "xlite forward", arrival)
+        duration_ns = forward_ns(model, card.costs, lengths)
+        card.launch("xlite", stream, duration_ns, not_before_ns=arrival.time_ns, slowdown=arrival.slowdown)
 
     def forget(self, target: torch.Tensor) -> None:
         """Nobody knows the numbers any more."""

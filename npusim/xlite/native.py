@@ -23,6 +23,7 @@ from npusim.xlite.pool import tensor_pool_size
 from npusim.xlite.rank_model import RankModel
 from npusim.xlite.tensors import DType, Tensor, TensorPool
 from npusim.xlite.values import Batch, ForwardValues, check_has_values
+from npusim.xlite.work import Lengths
 
 _DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.FP16, torch.float32: DType.FP32, torch.int8: DType.INT8}
 _SIGNATURE = (
@@ -204,7 +205,7 @@ class NativeModel:
         step = Step.of(model, batch.lens, batch.cached_lens)
         allocations = ForwardPass(model.shortened(), runtime.pool, step)
         forward(allocations, Tensor(tuple(output.shape), _dtype("output", output)))
-        self._driver.launch(runtime.devid)
+        self._driver.launch(runtime.devid, model, Lengths(batch.lens, batch.cached_lens))
         if computes:
             values = ForwardValues(model, weights, batch, kv_cache, freqs_cis, runtime.all_reduce_values)
             hidden_states = values(source)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-import simpy
 
 from npusim.device.card import Card
+from npusim.device.clock import Clock
 from npusim.device.event_log import EventLog
 from npusim.device.ledger import Grade, LedgerFullError, Owner
 from npusim.device.profile import load_profile
@@ -18,7 +18,7 @@ TOTAL, CONTEXT = PROFILE.total_bytes.value, PROFILE.context_bytes.value
 
 
 def card(**settings) -> Card:
-    return Card(0, PROFILE, simpy.Environment(), EventLog(), **settings)
+    return Card(0, PROFILE, Clock(), EventLog(), **settings)
 
 
 def test_the_process_has_its_context_from_the_start():
@@ -76,7 +76,7 @@ def test_the_first_operator_loads_the_library():
     made = card()
     before = made.hbm.mem_get_info()[0]
     for _ in range(3):
-        made.launch("aten::mm", made.default_stream)
+        made.launch("aten::mm", made.default_stream, 1000)
     assert before - made.hbm.mem_get_info()[0] == PROFILE.operator_library_bytes.value
     assert made.ledger.bytes_by_owner()[Owner.KERNELS] == PROFILE.operator_library_bytes.value
 
@@ -84,4 +84,4 @@ def test_the_first_operator_loads_the_library():
 def test_charges_that_do_not_fit_are_refused():
     made = card(total_bytes=8 << 30, free_bytes=0)
     with pytest.raises(LedgerFullError, match="operator kernels 'operator library' needs"):
-        made.launch("aten::mm", made.default_stream)
+        made.launch("aten::mm", made.default_stream, 1000)

@@ -11,7 +11,7 @@ from npusim.device.profile import DeviceProfile, SocFamily, load_profile, profil
 from npusim.errors import ProfileError
 
 FACT_KEYS = sorted(set(DeviceProfile.__dataclass_fields__) - {"name", "family"})
-TEXT_KEYS = {"soc_name", "cann_version"}
+TEXTS = {"soc_name": "x", "cann_version": "x", "link_topology": "mesh"}
 
 
 def complete(**changes: str | None) -> str:
@@ -19,7 +19,7 @@ def complete(**changes: str | None) -> str:
     lines = [] if "family" in changes and changes["family"] is None else [changes.get("family") or 'family = "A3"']
     for key in FACT_KEYS:
         if key not in changes:
-            value = '"x"' if key in TEXT_KEYS else "1"
+            value = f'"{TEXTS[key]}"' if key in TEXTS else "1"
             lines.append(f'[{key}]\nvalue = {value}\ngrade = "exact"\nsource = "a test"')
         elif changes[key] is not None:
             lines.append(str(changes[key]))
@@ -116,6 +116,14 @@ def fact(key: str, value: str = "1", grade: str = '"exact"', source: str = '"a t
         (
             complete(total_bytes=fact("total_bytes", value="-1")),
             "device profile 'mine', total_bytes: value must not be negative, got -1",
+        ),
+        (
+            complete(hbm_bytes_per_s=fact("hbm_bytes_per_s", value="0")),
+            "device profile 'mine', hbm_bytes_per_s: a rate must be more than 0",
+        ),
+        (
+            complete(link_topology=fact("link_topology", value='"ring"')),
+            "device profile 'mine', link_topology: value must be one of mesh, switch, got 'ring'",
         ),
         (
             complete(total_bytes=fact("total_bytes", grade='"sure"')),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import simpy
 
+from npusim.device.clock import Clock
 from npusim.device.streams import Streams
 from npusim.errors import WorldError
 
 
 @pytest.fixture
 def clock():
-    return simpy.Environment()
+    return Clock()
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def streams(clock):
 def test_handles_count_up_from_the_default_stream(streams):
     assert streams.default_stream == 1
     assert [streams.create() for _ in range(3)] == [2, 3, 4]
-    assert Streams(simpy.Environment(), first_handle=7).create() == 8
+    assert Streams(Clock(), first_handle=7).create() == 8
 
 
 def test_work_completes_in_order_and_time_passes_only_when_waited_for(clock, streams):
@@ -31,13 +31,13 @@ def test_work_completes_in_order_and_time_passes_only_when_waited_for(clock, str
     streams.enqueue(1, 5)
     second = streams.record_event(1)
     assert not streams.query(first)
-    assert clock.now == 0
+    assert clock.now_ns == 0
     streams.synchronize(first)
-    assert clock.now == 10
+    assert clock.now_ns == 10
     assert streams.query(first)
     assert not streams.query(second)
     streams.synchronize_stream(1)
-    assert clock.now == 15
+    assert clock.now_ns == 15
 
 
 def test_an_event_on_an_idle_stream_is_complete(streams):
@@ -49,7 +49,7 @@ def test_work_queued_later_starts_no_earlier_than_now(clock, streams):
     streams.synchronize_stream(1)
     other = streams.create()
     streams.enqueue(other, 5)
-    assert streams.record_event(other).time_us == 15
+    assert streams.record_event(other).time_ns == 15
 
 
 def test_streams_run_side_by_side(clock, streams):
@@ -57,9 +57,9 @@ def test_streams_run_side_by_side(clock, streams):
     streams.enqueue(1, 10)
     streams.enqueue(other, 30)
     streams.synchronize_stream(1)
-    assert clock.now == 10
+    assert clock.now_ns == 10
     streams.synchronize_device()
-    assert clock.now == 30
+    assert clock.now_ns == 30
 
 
 def test_wait_event_delays_only_later_work(streams):
@@ -69,22 +69,22 @@ def test_wait_event_delays_only_later_work(streams):
     before = streams.record_event(other)
     streams.wait_event(other, streams.record_event(1))
     streams.enqueue(other, 3)
-    assert before.time_us == 3
-    assert streams.record_event(other).time_us == 13
+    assert before.time_ns == 3
+    assert streams.record_event(other).time_ns == 13
 
 
 def test_wait_for_a_past_event_changes_nothing(streams):
     other = streams.create()
     streams.enqueue(other, 3)
     streams.wait_event(other, streams.record_event(1))
-    assert streams.record_event(other).time_us == 3
+    assert streams.record_event(other).time_ns == 3
 
 
 def test_synchronize_for_a_past_event_lets_no_time_pass(clock, streams):
     event = streams.record_event(1)
     streams.enqueue(1, 10)
     streams.synchronize(event)
-    assert clock.now == 0
+    assert clock.now_ns == 0
 
 
 def test_events_hold_across_devices_of_one_clock(clock, streams):
@@ -92,7 +92,7 @@ def test_events_hold_across_devices_of_one_clock(clock, streams):
     streams.enqueue(1, 10)
     other_device.wait_event(1, streams.record_event(1))
     other_device.enqueue(1, 1)
-    assert other_device.record_event(1).time_us == 11
+    assert other_device.record_event(1).time_ns == 11
 
 
 @pytest.mark.parametrize(

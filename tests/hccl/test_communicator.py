@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-import simpy
 
 from npusim.device.card import Card
+from npusim.device.clock import Clock
 from npusim.device.event_log import EventLog
 from npusim.device.hbm import OutOfHbmError
 from npusim.device.ledger import Owner
@@ -26,7 +26,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def runtime(settings: HcclSettings | None = None, **card) -> HcclRuntime:
-    return HcclRuntime(Card(0, PROFILE, simpy.Environment(), EventLog(), **card), settings or HcclSettings())
+    return HcclRuntime(Card(0, PROFILE, Clock(), EventLog(), **card), settings or HcclSettings())
 
 
 def taken(hccl: HcclRuntime) -> int:

@@ -39,7 +39,7 @@ def test_reset_without_a_capture_does_nothing(npu_world):
 
 @pytest.mark.sim_only("reads the world's ledger")
 def test_what_is_allocated_in_a_capture_stays_in_its_pool(npu_world):
-    npu_world.cards[0].launch("any", npu_world.cards[0].default_stream)  # so that the operator library is there
+    npu_world.cards[0].launch("any", npu_world.cards[0].default_stream, 0)  # so that the operator library is there
     graph = torch.npu.NPUGraph()
     free = torch.npu.mem_get_info()[0]
     with torch.npu.graph(graph):

@@ -170,13 +170,13 @@ def test_events_and_streams_in_virtual_time(npu_world):
     begin, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
     side = torch.npu.Stream()
     begin.record()
-    streams.enqueue(torch.npu.current_stream().npu_stream, 3000.0)
+    streams.enqueue(torch.npu.current_stream().npu_stream, 3_000_000)
     end.record()
     assert not end.query()
     assert not torch.npu.current_stream().query()
     assert side.query()
     side.wait_event(end)
-    streams.enqueue(side.npu_stream, 500.0)
+    streams.enqueue(side.npu_stream, 500_000)
     assert begin.elapsed_time(end) == 3.0
     assert npu_world.clock.now == 3000
     assert end.query()
@@ -189,7 +189,7 @@ def test_events_and_streams_in_virtual_time(npu_world):
 @pytest.mark.sim_only("durations are set by hand")
 def test_freed_memory_comes_back_in_virtual_time(npu_world):
     side = torch.npu.Stream()
-    npu_world.cards[0].streams.enqueue(side.npu_stream, 100.0)
+    npu_world.cards[0].streams.enqueue(side.npu_stream, 100_000)
     tensor = torch.empty(30 * MIB, dtype=torch.uint8, device="npu")
     address = tensor.data_ptr()
     tensor.record_stream(side)

@@ -9,12 +9,16 @@ from torch_npu._C import _distributed_c10d
 
 from npusim.errors import UnmodelledNameError
 from npusim.torch_backend.registration import platform
+from npusim.torch_backend.task_groups import CapturedTask
 
 __all__ = ["_NPUTaskGroupHandle", "_distributed_c10d", "_weak_ref_tensor"]
 
 
 class _NPUTaskGroupHandle:
     """Names operators of a captured graph whose arguments can be changed."""
+
+    def __init__(self) -> None:
+        self.task = CapturedTask(0)
 
 
 def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,15 @@ from torch_npu.npu.devices import runtime_of, synchronize
 from torch_npu.npu.memory import empty_cache
 from torch_npu.npu.streams import Stream, StreamContext
 
+from npusim.device.cost import GRAPH_TASK_NS
 from npusim.device.ledger import Owner
 from npusim.device.streams import StreamEvent
 from npusim.errors import UnmodelledCallError
+from npusim.hccl.ranks import Arrival
 from npusim.memory.pools import PoolId
 from npusim.torch_backend.registration import platform
+from npusim.torch_backend.runtime import RankGroup
+from npusim.torch_backend.task_groups import CapturedTask
 from npusim.torch_backend.values import RealValues
 
 
@@ -33,7 +37,7 @@ def is_current_stream_capturing() -> bool:
 class ExternalEvent:
     """An event that a captured graph waits for and work outside of it records; unlike others, in that order.
 
-    Waiting takes no virtual time in a replay: whatever a graph waits for is taken to be recorded in time.
+    In a replay, whatever a graph waits for is taken to be recorded in time; the waiting itself has its cost.
     """
 
     def __init__(self) -> None:
@@ -47,6 +51,7 @@ class ExternalEvent:
         """Let later work of a stream wait for it; on a captured stream this becomes part of the graph."""
         runtime = runtime_of(stream.device_index)
         if runtime.is_capturing(stream.npu_stream):
+            runtime.card.streams.enqueue(stream.npu_stream, GRAPH_TASK_NS)
             return
         if self._recorded is None:
             raise UnmodelledCallError("ExternalEvent.wait before record outside of a capture would block for ever")
@@ -67,7 +72,7 @@ def graph_task_group_begin(stream: Stream) -> None:
     runtime = runtime_of(stream.device_index)
     if not runtime.is_capturing(stream.npu_stream):
         raise RuntimeError("graph_task_group_begin() called on a stream that is not being captured.")
-    runtime.task_groups.begin(stream.npu_stream, "group")
+    runtime.task_groups.begin(stream.npu_stream, "group", runtime.card.streams.ready_ns(stream.npu_stream))
 
 
 def graph_task_group_end(stream: Stream) -> _NPUTaskGroupHandle:
@@ -76,14 +81,20 @@ def graph_task_group_end(stream: Stream) -> _NPUTaskGroupHandle:
     Raises:
         RuntimeError: No group is open on the stream. Grade of the text: assumed.
     """
-    runtime_of(stream.device_index).task_groups.end(stream.npu_stream, "group")
-    return _NPUTaskGroupHandle()
+    runtime = runtime_of(stream.device_index)
+    begin_ns = runtime.task_groups.end(stream.npu_stream, "group")
+    task = CapturedTask(runtime.card.streams.ready_ns(stream.npu_stream) - begin_ns)
+    runtime.task_groups.captured.append(task)
+    handle = _NPUTaskGroupHandle()
+    handle.task = task
+    return handle
 
 
 def graph_task_update_begin(stream: Stream, handle: _NPUTaskGroupHandle) -> None:
     """Until :func:`graph_task_update_end`, operators on the stream replace the arguments of those in a group.
 
-    They are the same operators with the same outputs. On the double they are launched like any other.
+    They are the same operators with the same outputs. They take the host's time to launch them; how long they run
+    becomes part of the graph, of a replay that goes on, too.
 
     Raises:
         TypeError: It is no group's handle.
@@ -91,7 +102,9 @@ def graph_task_update_begin(stream: Stream, handle: _NPUTaskGroupHandle) -> None
     """
     if not isinstance(handle, _NPUTaskGroupHandle):
         raise TypeError(f"graph_task_update_begin(): incompatible function arguments: {handle!r}")
-    runtime_of(stream.device_index).task_groups.begin(stream.npu_stream, "update")
+    runtime = runtime_of(stream.device_index)
+    runtime.task_groups.begin(stream.npu_stream, "update", handle.task)
+    runtime.card.streams.begin_capture(stream.npu_stream)
 
 
 def graph_task_update_end(stream: Stream) -> None:
@@ -100,7 +113,12 @@ def graph_task_update_end(stream: Stream) -> None:
     Raises:
         RuntimeError: No update is open on the stream. Grade of the text: assumed.
     """
-    runtime_of(stream.device_index).task_groups.end(stream.npu_stream, "update")
+    runtime = runtime_of(stream.device_index)
+    task = runtime.task_groups.end(stream.npu_stream, "update")
+    duration_ns = runtime.card.streams.end_capture()
+    if task.replayed_on is not None:
+        runtime.card.streams.correct(task.replayed_on, duration_ns - task.duration_ns)
+    task.duration_ns = duration_ns
 
 
 class NPUGraph:
@@ -111,6 +129,9 @@ class NPUGraph:
         self._pool: PoolId | None = None
         self._capture_stream: int | None = None
         self._holding: int | None = None
+        self._duration_ns = 0
+        self._tasks: list[CapturedTask] = []
+        self._groups: list[RankGroup] = []
 
     def capture_begin(self, pool: PoolId | None = None, capture_error_mode: str = "global") -> None:
         """Capture the current stream from now on.
@@ -151,14 +172,18 @@ class NPUGraph:
         if self._runtime.current_stream() != self._capture_stream:
             raise RuntimeError("Capture must end on the same stream it began on.")
         self._capture_stream = None
-        self._runtime.end_capture()
+        self._groups = list(self._runtime.captured_groups)
+        self._tasks = self._runtime.task_groups.take_captured()
+        self._duration_ns = self._runtime.end_capture() - sum(task.duration_ns for task in self._tasks)
         self._runtime.allocator.end_allocate_to_pool(self._pool)
         self._holding = self._runtime.card.charge(
             Owner.ACL_GRAPH, "captured graph", self._runtime.card.profile.acl_graph_bytes
         )
 
     def replay(self) -> None:
-        """Run the captured operators again; takes no memory.
+        """Run the captured operators again; takes no memory, and the time of the operators without their launches.
+
+        Ranks whose collectives were captured start together, and at the pace of the slowest.
 
         Raises:
             RuntimeError: Nothing was captured.
@@ -168,7 +193,16 @@ class NPUGraph:
             raise RuntimeError("Called NPUGraph::replay without a preceding successful capture.")
         if isinstance(platform().values, RealValues):
             raise UnmodelledCallError("NPUGraph.replay computes no values; run the world in shape mode")
-        self._runtime.card.launch("graph", self._runtime.current_stream())
+        runtime = self._runtime
+        stream = runtime.current_stream()
+        arrival = Arrival(runtime.card.streams.ready_ns(stream), runtime.card.slowdown)
+        for group in self._groups:
+            group.arrive("replay of a graph", arrival)
+        duration_ns = self._duration_ns
+        for task in self._tasks:
+            duration_ns += task.duration_ns
+            task.replayed_on = stream
+        runtime.card.launch("graph", stream, duration_ns, not_before_ns=arrival.time_ns, slowdown=arrival.slowdown)
 
     def reset(self) -> None:
         """Forget the graph and let go of its pool; nothing happens without a captured graph."""

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch_npu.npu.devices import Device, runtime_of
 
+from npusim.device.clock import NS_PER_MS
 from npusim.device.streams import StreamEvent
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.runtime import DeviceRuntime
@@ -182,7 +183,7 @@ class Event(torch.Event):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         self.synchronize()
         end_event.synchronize()
-        return (end_event._recorded.time_us - self._recorded.time_us) / 1000
+        return (end_event._recorded.time_ns - self._recorded.time_ns) / NS_PER_MS
 
     def recorded_time(self) -> int:
         """Virtual time at which it completes, in microseconds.

@@ -63,7 +63,7 @@ class CannDriver:
 
     computes_values = False
 
-    def launch(self, device: int) -> None:
+    def launch(self, device: int, model: object, lengths: object) -> None:
         pass
 
     def forget(self, target: torch.Tensor) -> None:

@@ -1,0 +1,212 @@
+"""What one forward pass of xlite moves, multiplies and sends, kernel by kernel, and how long that takes.
+
+The kernels are those that a layer cannot do without; what xlite fuses beyond that is not public. A pass runs on the
+device from end to end: the host launches it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from npusim.device.cost import CostModel, Product, Unit, Work
+from npusim.xlite.config import AttnType, ModelConfig, QuantKind, WeightFacts
+from npusim.xlite.rank_model import RankModel
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A collective over TP or DP ranks."""
+
+    name: str
+    num_bytes: int
+    num_ranks: int
+
+
+Item = Work | Sending
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A pass as its cost sees it.
+
+    Attributes:
+        lens: New tokens of each request.
+        cached_lens: Tokens of each whose keys and values are in the cache.
+    """
+
+    lens: Sequence[int]
+    cached_lens: Sequence[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all requests."""
+        return sum(self.lens)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that are read, of all requests."""
+        return sum(self.lens) + sum(self.cached_lens)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it sees."""
+        return sum(n * (n + 1) // 2 + n * cached for n, cached in zip(self.lens, self.cached_lens, strict=True))
+
+
+def forward_ns(model: RankModel, costs: CostModel, batch: Batch) -> int:
+    """Duration of one pass on one rank, once all ranks of its groups have arrived. Grade: calibrated, docs/time.md."""
+    layers = model.config.n_layers
+    dense = model.config.n_dense_layers
+    total = _duration(_embedding(model, batch), costs)
+    total += layers * _duration(_attention(model, batch), costs)
+    total += dense * _duration(_dense_ffn(model, batch), costs)
+    if layers > dense:
+        total += (layers - dense) * _duration(_moe_ffn(model, batch), costs)
+    return total
+
+
+def _duration(items: Iterator[Item], costs: CostModel) -> int:
+    return sum(
+        costs.collective_ns(item.name, item.num_bytes, item.num_ranks)
+        if isinstance(item, Sending)
+        else costs.kernel_ns(item)
+        for item in items
+    )
+
+
+def _embedding(model: RankModel, batch: Batch) -> Iterator[Item]:
+    hidden = _hidden_bytes(model, batch.num_tokens)
+    yield Work(Unit.VECTOR, 2 * hidden)
+    yield Sending("all_reduce", hidden, model.tp.size)
+
+
+def _attention(model: RankModel, batch: Batch) -> Iterator[Item]:
+    n, hidden = batch.num_tokens, _hidden_bytes(model, batch.num_tokens)
+    yield Work(Unit.VECTOR, 4 * hidden)  # adds the residual and norms
+    yield from _mha(model, batch) if model.config.attn_type == AttnType.AttnMHA else _mla(model, batch)
+    yield _linear(n, _out_width(model), model.config.hidden_size, model.weights, model.weights.attn_out)
+    yield Sending("all_reduce", hidden, model.tp.size)
+
+
+def _out_width(model: RankModel) -> int:
+    config = model.config
+    return model.q_heads * (config.head_dim if config.attn_type == AttnType.AttnMHA else config.v_head_dim)
+
+
+def _mha(model: RankModel, batch: Batch) -> Iterator[Item]:
+    n, size, itemsize = batch.num_tokens, model.config.head_dim, _itemsize(model)
+    qkv_width = (model.q_heads + 2 * model.kv_heads) * size
+    yield _linear(n, model.config.hidden_size, qkv_width, model.weights, model.weights.mha_qkv)
+    yield Work(Unit.VECTOR, 2 * n * qkv_width * itemsize)  # norms of heads, rotation, keys and values into the cache
+    moved = (2 * n * model.q_heads + 2 * batch.num_keys * model.kv_heads) * size * itemsize
+    yield Work(Unit.ATTENTION, moved, attention_flops=4 * batch.num_pairs * model.q_heads * size)
+
+
+def _mla(model: RankModel, batch: Batch) -> Iterator[Item]:
+    config, n, itemsize = model.config, batch.num_tokens, _itemsize(model)
+    latent, rope, heads = config.kv_lora_rank, config.rope_head_dim, model.q_heads
+    down_width = config.q_lora_rank + latent + rope
+    query_width = heads * (config.nope_head_dim + rope)
+    yield _linear(n, config.hidden_size, down_width, model.weights, model.weights.mla_qkv_a)
+    yield Work(Unit.VECTOR, 2 * n * down_width * itemsize)
+    yield _linear(n, config.q_lora_rank, query_width, model.weights, model.weights.mla_q_b)
+    yield Work(Unit.VECTOR, 2 * n * query_width * itemsize)
+    keys, pairs = batch.num_keys, batch.num_pairs
+    if config.attn_type == AttnType.AttnDSA:
+        yield from _indexer(model, batch)
+        pairs = min(pairs, n * config.index_topk)
+        keys = min(keys, pairs)
+    yield _per_head(n, config.nope_head_dim, latent, heads, itemsize)
+    moved = (n * heads * (2 * latent + rope) + keys * (latent + rope)) * itemsize
+    yield Work(Unit.ATTENTION, moved, attention_flops=2 * pairs * heads * (2 * latent + rope))
+    yield _per_head(n, latent, config.v_head_dim, heads, itemsize)
+
+
+def _indexer(model: RankModel, batch: Batch) -> Iterator[Item]:
+    config, n = model.config, batch.num_tokens
+    width = config.index_n_heads * config.index_head_dim
+    yield _linear(n, config.q_lora_rank, width, model.weights, model.weights.index_q_b)
+    yield _linear(n, config.hidden_size, config.index_head_dim + config.index_n_heads, model.weights, QuantKind.NONE)
+    moved = (n * width + batch.num_keys * config.index_head_dim) * _itemsize(model)
+    yield Work(Unit.ATTENTION, moved, attention_flops=2 * batch.num_pairs * width)
+
+
+def _dense_ffn(model: RankModel, batch: Batch) -> Iterator[Item]:
+    hidden = _hidden_bytes(model, batch.num_tokens)
+    yield Work(Unit.VECTOR, 4 * hidden)
+    yield from _mlp(model, batch.num_tokens, model.mlp_width, model.weights.mlp_up_gate, model.weights.mlp_down)
+    yield Sending("all_reduce", hidden, model.tp.size)
+
+
+def _mlp(model: RankModel, n: int, width: int, up_gate: QuantKind, down: QuantKind) -> Iterator[Item]:
+    yield _linear(n, model.config.hidden_size, 2 * width, model.weights, up_gate)
+    yield Work(Unit.VECTOR, 3 * n * width * _itemsize(model))
+    yield _linear(n, width, model.config.hidden_size, model.weights, down)
+
+
+def _moe_ffn(model: RankModel, batch: Batch) -> Iterator[Item]:
+    """Routed experts chosen evenly; an expert that no token chose is not read. Grade of that: assumed."""
+    config, n, itemsize = model.config, batch.num_tokens, _itemsize(model)
+    everyones = n * config.def_dp_size
+    hidden = _hidden_bytes(model, n)
+    yield Work(Unit.VECTOR, 4 * hidden)
+    yield _linear(n, config.hidden_size, config.n_routed_experts, model.weights, QuantKind.NONE)
+    yield Work(Unit.VECTOR, 2 * n * config.n_routed_experts * model.weights.gate_dtype.bits // 8)
+    yield Sending("all_gather", hidden * config.def_dp_size, config.def_dp_size)
+
+    rows = -(-everyones * config.n_act_experts // config.moe_ep_size)
+    width = config.moe_intermediate_size // config.moe_tp_size
+    yield Work(Unit.VECTOR, 2 * rows * config.hidden_size * itemsize)
+    yield _experts(model, rows, everyones, config.hidden_size, 2 * width)
+    yield Work(Unit.VECTOR, 3 * rows * width * itemsize)
+    yield _experts(model, rows, everyones, width, config.hidden_size)
+    yield Work(Unit.VECTOR, (rows + everyones) * config.hidden_size * itemsize)
+
+    yield Sending("reduce_scatter", hidden * config.def_dp_size, config.def_dp_size)
+    if model.runs_shared_experts:
+        yield from _mlp(model, n, model.shared_width, model.weights.se_up_gate, model.weights.se_down)
+    yield Sending("all_reduce", hidden, model.tp.size)
+
+
+def _experts(model: RankModel, rows: int, num_tokens: int, inner: int, columns: int) -> Work:
+    """One grouped product: the rows of the experts that are used, each with its weight."""
+    config = model.config
+    own = config.n_routed_experts // config.moe_ep_size
+    used = min(max(round(own * _share_used(config, num_tokens)), 1), own, max(rows, 1))
+    bits = 8 if model.weights.experts_quantised else model.weights.dtype.bits
+    moved = used * inner * columns * bits // 8 + rows * (inner + columns) * _itemsize(model)
+    return Work(Unit.MATMUL, moved, (Product(-(-rows // used), inner, columns, used, bits),))
+
+
+def _share_used(config: ModelConfig, num_tokens: int) -> float:
+    """Expected share of the experts that at least one token chooses: 1 - (1 - k / E) ** tokens.
+
+    By squaring, whose rounding is the same on every machine.
+    """
+    unused, factor = 1.0, 1.0 - config.n_act_experts / config.n_routed_experts
+    while num_tokens:
+        if num_tokens % 2:
+            unused *= factor
+        factor *= factor
+        num_tokens //= 2
+    return 1.0 - unused
+
+
+def _linear(n: int, inner: int, columns: int, weights: WeightFacts, quant: QuantKind) -> Work:
+    bits = weights.dtype.bits if quant is QuantKind.NONE else 8
+    moved = inner * columns * bits // 8 + n * (inner + columns) * weights.dtype.bits // 8
+    return Work(Unit.MATMUL, moved, (Product(n, inner, columns, 1, bits),))
+
+
+def _per_head(n: int, inner: int, columns: int, heads: int, itemsize: int) -> Work:
+    moved = heads * (inner * columns + n * (inner + columns)) * itemsize
+    return Work(Unit.MATMUL, moved, (Product(n, inner, columns, heads, itemsize * 8),))
+
+
+def _itemsize(model: RankModel) -> int:
+    return model.weights.dtype.bits // 8
+
+
+def _hidden_bytes(model: RankModel, num_tokens: int) -> int:
+    return num_tokens * model.config.hidden_size * _itemsize(model)

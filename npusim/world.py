@@ -83,8 +83,8 @@ class SimWorld:
         self.environment = dict(os.environ if environment is None else environment)
         self.xlite_version = xlite_version
         self.event_log = EventLog(keep=keep_events)
-        self.ranks = Ranks() if lone_rank is None else LoneRank(lone_rank)
-        self.clock = Clock(lambda: self.ranks.current)
+        self.clock = Clock()
+        self.ranks = Ranks(self.clock) if lone_rank is None else LoneRank(lone_rank, self.clock)
         self.storages = StorageTable()
         self.values: Values = (
             RealValues(self.storages) if values == "real" else ShapeValues(self.storages, told=told_values)

@@ -12,6 +12,7 @@ processes would reach; a test compares the two. What is planned waits in SimPy's
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
@@ -28,22 +29,28 @@ class Clock:
     """Host time of every process of a world.
 
     Args:
-        process: Number of the calling process. Default: there is one only.
-        times_ns: The processes' times, if another clock of the same world keeps them.
+        process: Number of the process that runs.
+
+    Attributes:
+        process: The process that runs; whoever lets another one run says so here.
     """
 
-    def __init__(self, process: Callable[[], int] = lambda: 0, times_ns: dict[int, int] | None = None) -> None:
-        self._process = process
-        self._now_ns = {} if times_ns is None else times_ns
+    __slots__ = ("_now_ns", "process")
+
+    def __init__(self, process: int = 0) -> None:
+        self.process = process
+        self._now_ns: defaultdict[int, int] = defaultdict(int)
 
     def of(self, process: int) -> Clock:
-        """The clock as one process sees it, whoever asks."""
-        return Clock(lambda: process, self._now_ns)
+        """The clock as one process sees it, whichever runs."""
+        clock = Clock(process)
+        clock._now_ns = self._now_ns
+        return clock
 
     @property
     def now_ns(self) -> int:
-        """The calling process' host time in nanoseconds; 0 when the world was made."""
-        return self._now_ns.get(self._process(), 0)
+        """The process' host time in nanoseconds; 0 when the world was made."""
+        return self._now_ns[self.process]
 
     @property
     def now(self) -> float:
@@ -51,26 +58,24 @@ class Clock:
         return self.now_ns / NS_PER_US
 
     def spend(self, duration_ns: int) -> int:
-        """The calling process' host works for so long; returns its time then."""
-        process = self._process()
-        now_ns = self._now_ns[process] = self._now_ns.get(process, 0) + duration_ns
+        """The process' host works for so long; returns its time then."""
+        now_ns = self._now_ns[self.process] = self._now_ns[self.process] + duration_ns
         return now_ns
 
     def wait_until(self, time_ns: int) -> None:
-        """The calling process' host waits until then; not at all if that is past."""
-        process = self._process()
-        if time_ns > self._now_ns.get(process, 0):
-            self._now_ns[process] = time_ns
+        """The process' host waits until then; not at all if that is past."""
+        if time_ns > self._now_ns[self.process]:
+            self._now_ns[self.process] = time_ns
 
     def start_together(self, num_processes: int) -> None:
         """Processes 0 to ``num_processes`` - 1 are told to do something: they begin no earlier than the caller is."""
         now_ns = self.now_ns
         for process in range(num_processes):
-            self._now_ns[process] = max(now_ns, self._now_ns.get(process, 0))
+            self._now_ns[process] = max(now_ns, self._now_ns[process])
 
     def end_together(self, num_processes: int) -> None:
         """The caller waits for what they answer."""
-        self.wait_until(max(self._now_ns.get(process, 0) for process in range(num_processes)))
+        self.wait_until(max(self._now_ns[process] for process in range(num_processes)))
 
 
 class HostClock:

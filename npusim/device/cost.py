@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from npusim.device.clock import NS_PER_S
@@ -119,10 +120,10 @@ class CostModel:
 
     def __init__(self, profile: DeviceProfile) -> None:
         self.profile: Final = profile
-        hbm_bytes_per_s = profile.hbm_bytes_per_s.value
-        self._ns_per_byte = {unit: NS_PER_S / (hbm_bytes_per_s * unit.hbm_efficiency) for unit in Unit}
-        self._vector_ns_per_byte = self._ns_per_byte[Unit.VECTOR]
+        self._ns_per_byte = NS_PER_S / profile.hbm_bytes_per_s.value
+        self._vector_ns_per_byte = self._ns_per_byte / VECTOR_HBM_EFFICIENCY
         self._ns_per_flop = NS_PER_S / profile.cube_flops_per_s.value
+        self._product_ns = lru_cache(maxsize=1024)(self._compute_product_ns)
 
     def vector_ns(self, num_bytes: int) -> int:
         """A kernel that only moves bytes through the vector cores."""
@@ -134,14 +135,16 @@ class CostModel:
 
     def memory_ns(self, work: Work) -> float:
         """What moving a kernel's bytes takes."""
-        return work.num_bytes * self._ns_per_byte[work.unit]
+        return work.num_bytes * self._ns_per_byte / work.unit.hbm_efficiency
 
     def cube_ns(self, work: Work) -> float:
         """What a kernel's products take."""
-        attention_ns = work.attention_flops * self._ns_per_flop / ATTENTION_CUBE_EFFICIENCY
-        return attention_ns + sum(self._product_ns(product) for product in work.products)
+        total = work.attention_flops * self._ns_per_flop / ATTENTION_CUBE_EFFICIENCY
+        for product in work.products:
+            total += self._product_ns(product)
+        return total
 
-    def _product_ns(self, product: Product) -> float:
+    def _compute_product_ns(self, product: Product) -> float:
         """Whole rounds of tiles over the cores; a product of fewer tiles than cores is cut so that all have work."""
         rows, inner, columns = (_whole(extent, CUBE_GRAIN) for extent in product[:3])
         flops = 2 * rows * inner * columns * product.batch

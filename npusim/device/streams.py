@@ -68,8 +68,11 @@ class Streams:
             duration_ns: How long the work takes.
             not_before_ns: The earliest start, in the stream's time (:meth:`ready_ns`).
         """
-        done_ns = max(not_before_ns, self.ready_ns(stream)) + duration_ns
-        (self._captured_ns if stream in self._captured_ns else self._busy_until_ns)[stream] = done_ns
+        if self._captured_ns and stream in self._captured_ns:
+            self._captured_ns[stream] = max(not_before_ns, self._captured_ns[stream]) + duration_ns
+        else:
+            start_ns = max(not_before_ns, self._clock.now_ns, self._busy(stream))
+            self._busy_until_ns[stream] = start_ns + duration_ns
 
     def correct(self, stream: int, change_ns: int) -> None:
         """Work queued last turned out to take longer by ``change_ns``, or shorter if it is negative."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from npusim.device.clock import Clock
 from npusim.errors import CollectiveMismatchError, RankMissingError, WorldError
 
 T = TypeVar("T")
@@ -65,10 +66,14 @@ class _Rank:
 
 
 class Ranks:
-    """Runs ranks in lockstep: a rank runs until it must wait for others in a collective, then the next one does."""
+    """Runs ranks in lockstep: a rank runs until it must wait for others in a collective, then the next one does.
 
-    def __init__(self) -> None:
-        self._local = threading.local()
+    Args:
+        clock: Virtual time, in which each rank is a process. Default: one of its own.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = Clock() if clock is None else clock
         self._ranks: list[_Rank] = []
         self._meetings: dict[Hashable, _Meeting[Any]] = {}
         self._failures: list[tuple[int, BaseException]] = []
@@ -77,8 +82,8 @@ class Ranks:
 
     @property
     def current(self) -> int:
-        """The calling thread's rank; 0 outside :meth:`run`."""
-        return getattr(self._local, "rank", 0)
+        """The rank that runs; 0 outside :meth:`run`."""
+        return self._clock.process
 
     @property
     def are_several(self) -> bool:
@@ -118,6 +123,7 @@ class Ranks:
             return [rank.result for rank in self._ranks]
         finally:
             self._ranks = []
+            self._clock.process = 0
             self._meetings.clear()
             self._failures.clear()
 
@@ -169,8 +175,10 @@ class Ranks:
             return
         me = self._ranks[self.current]
         me.waits_for = meeting
+        rank = self.current
         self._pass_turn()
         me.turn.acquire()
+        self._clock.process = rank
         me.waits_for = None
         if not meeting.is_over:
             missing = [rank for rank in range(num_ranks) if rank not in meeting.payloads]
@@ -200,7 +208,7 @@ class Ranks:
     def _main(self, index: int, function: Callable[[], Any]) -> None:
         me = self._ranks[index]
         me.turn.acquire()
-        self._local.rank = index
+        self._clock.process = index
         try:
             me.result = function()
         except BaseException as error:  # noqa: BLE001 - handed to run(), which raises it
@@ -231,16 +239,12 @@ class LoneRank(Ranks):
 
     Args:
         rank: The rank that runs.
+        clock: Virtual time. Default: one of its own.
     """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._rank = rank
-
-    @property
-    def current(self) -> int:
-        """The rank that runs."""
-        return self._rank
+    def __init__(self, rank: int, clock: Clock | None = None) -> None:
+        super().__init__(clock)
+        self._clock.process = rank
 
     @property
     def are_several(self) -> bool:
@@ -259,7 +263,7 @@ class LoneRank(Ranks):
             WorldError: More than one function is given.
         """
         if len(functions) != 1:
-            raise WorldError(f"this world has only rank {self._rank}, got {len(functions)} functions to run as ranks")
+            raise WorldError(f"this world has only rank {self.current}, got {len(functions)} functions to run as ranks")
         return [functions[0]()]
 
     def meet(

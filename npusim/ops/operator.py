@@ -14,7 +14,7 @@ CPU kernel. The vendor's schemas are in ``schemas.txt``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -57,6 +57,7 @@ class Operator:
     Attributes:
         name: ``namespace::name`` with the overload, if it has one.
         parameters: Names of its arguments.
+        positions: Their places.
         outs: Those of them that only take a result.
         allocate: Makes results and temporaries.
         computes: Computes the results on host tensors; None if only shapes are modelled.
@@ -72,6 +73,7 @@ class Operator:
 
     name: str
     parameters: tuple[str, ...]
+    positions: Mapping[str, int]
     outs: tuple[str, ...]
     allocate: Callable[..., Any]
     computes: Callable[..., Any] | None
@@ -115,7 +117,7 @@ class Operator:
                 num_bytes += tensor.nbytes
             duration_ns = card.costs.vector_ns(num_bytes)
         else:
-            duration_ns = card.costs.kernel_ns(self.work(Call(self.parameters, args, kwargs, results)))
+            duration_ns = card.costs.kernel_ns(self.work(Call(self.positions, args, kwargs, results)))
         stream = runtime.current_stream()
         card.launch(self.name, stream, duration_ns)
         if self.waits:
@@ -220,6 +222,7 @@ def operator(
         declared = Operator(
             name,
             parameters,
+            {parameter: position for position, parameter in enumerate(parameters)},
             tuple(argument.name for argument in arguments if argument.is_out),
             allocate,
             computation,

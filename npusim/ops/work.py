@@ -6,9 +6,11 @@ An operator that is not in :data:`WORK` reads all of its device tensors and writ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from npusim.device.cost import Product, Unit, Work
@@ -18,35 +20,37 @@ class Call:
     """One call of an operator, after it was made.
 
     Args:
-        parameters: Names of the operator's parameters.
+        positions: Places of the operator's parameters.
         args: Given by position.
         kwargs: Given by name.
         results: What it returned.
     """
 
-    __slots__ = ("_args", "_kwargs", "_parameters", "results")
+    __slots__ = ("_args", "_kwargs", "_positions", "results")
 
-    def __init__(self, parameters: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> None:
-        self._parameters = parameters
+    def __init__(
+        self, positions: Mapping[str, int], args: Sequence[Any], kwargs: Mapping[str, Any], results: Any
+    ) -> None:
+        self._positions = positions
         self._args = args
         self._kwargs = kwargs
         self.results = results
 
-    def get(self, *names: str) -> Any:
-        """The first of these arguments that was given; None if none was."""
+    def get(self, name: str) -> Any:
+        """An argument; None if it was not given."""
+        position = self._positions.get(name, -1)
+        return self._args[position] if 0 <= position < len(self._args) else self._kwargs.get(name)
+
+    def first(self, names: Sequence[str]) -> Any:
+        """The first of some arguments that was given; None if none was."""
         for name in names:
-            if name in self._kwargs:
-                return self._kwargs[name]
-            if name in self._parameters:
-                position = self._parameters.index(name)
-                if position < len(self._args):
-                    return self._args[position]
+            if (value := self.get(name)) is not None:
+                return value
         return None
 
     def others(self, *names: str) -> list[Any]:
         """All arguments and results but those of these names."""
-        given = dict(zip(self._parameters, self._args, strict=False)) | self._kwargs  # type: ignore[operator]
-        return [*(value for name, value in given.items() if name not in names), self.results]
+        return [*(self.get(name) for name in self._positions if name not in names), self.results]
 
 
 WorkOf = Callable[[Call], Work]
@@ -90,13 +94,18 @@ def _but(*names: str, unit: Unit = Unit.VECTOR) -> WorkOf:
 def _product(left: str, right: str, *, transposed: bool = False) -> WorkOf:
     """``left @ right``, or ``left @ right.T``; batches of it where ``right`` has three dimensions."""
 
+    @lru_cache(maxsize=4096)  # a model's layers multiply the same sizes over and over
+    def of_sizes(first: torch.Size, second: torch.Size, itemsize: int, result_bytes: int) -> Work:
+        inner = first[-1] or 1
+        columns = second[0 if transposed else -1] if len(second) > 1 else 1
+        batch = second[0] if len(second) == 3 else 1
+        moved = (first.numel() + second.numel()) * itemsize + result_bytes
+        product = Product(first.numel() // inner // (batch or 1), inner, columns, batch, min(itemsize, 4) * 8)
+        return Work(Unit.MATMUL, moved, (product,))
+
     def work(call: Call) -> Work:
-        first, second = call.get(left), call.get(right)
-        inner = first.shape[-1] or 1
-        columns = second.shape[0 if transposed else -1] if second.dim() > 1 else 1
-        batch = second.shape[0] if second.dim() == 3 else 1
-        product = Product(first.numel() // inner // (batch or 1), inner, columns, batch, _bits(second))
-        return Work(Unit.MATMUL, bytes_of(call.others("out")), (product,))
+        second = call.get(right)
+        return of_sizes(call.get(left).shape, second.shape, second.itemsize, bytes_of(call.results))
 
     return work
 
@@ -124,6 +133,8 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 # ---- attention
 
+_QUERIES = ("query", "q_nope")
+_TABLES = ("block_table", "block_tables")
 _KEYS = ("key", "key_cache", "ctkv", "k_nope")
 _HEADS = ("num_heads", "num_query_heads", "head_num", "q_headnum")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_head_num", "kv_headnum")
@@ -131,11 +142,11 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_head_num", "kv_headnum")
 
 def _attention(call: Call) -> Work:
     """Queries, results, and each sequence's keys and values once; a query sees the keys up to its own place."""
-    query, key, table = call.get("query", "q_nope"), call.get(*_KEYS), call.get("block_table", "block_tables")
+    query, key, table = call.first(_QUERIES), call.first(_KEYS), call.first(_TABLES)
     layout = call.get("input_layout") or ("TH" if query.dim() == 2 else "TND" if query.dim() == 3 else "BNSD")
-    heads = call.get(*_HEADS) or query.shape[layout.index("N")]
-    kv_heads = call.get(*_KV_HEADS) or (key.shape[layout.index("N")] if table is None and "N" in layout else heads)
-    caches = [key, call.get("value", "value_cache"), call.get("key_rope", "k_rope")]
+    heads = call.first(_HEADS) or query.shape[layout.index("N")]
+    kv_heads = call.first(_KV_HEADS) or (key.shape[layout.index("N")] if table is None and "N" in layout else heads)
+    caches = [key, call.first(("value", "value_cache")), call.first(("key_rope", "k_rope"))]
 
     page_size = call.get("block_size") or key.shape[1] if table is not None else 0
     num_rows = key.shape[0] * page_size if table is not None else _rows(key, kv_heads, layout)
@@ -148,7 +159,7 @@ def _attention(call: Call) -> Work:
     if queries is None or len(queries) != len(keys):
         queries = [-(-_rows(query, heads, layout) // len(keys))] * len(keys)
 
-    moved = bytes_of([query, call.get("query_rope", "q_rope"), call.results]) + sum(keys) * row_bytes
+    moved = bytes_of([query, call.first(("query_rope", "q_rope")), call.results]) + sum(keys) * row_bytes
     pairs = sum(q * k - min(q * (q - 1) // 2, q * k) for q, k in zip(queries, keys, strict=True))
     row_size = row_bytes // key.element_size() // kv_heads
     return Work(Unit.ATTENTION, moved, attention_flops=2 * pairs * heads * row_size)
@@ -161,7 +172,7 @@ def _rows(tensor: Tensor, heads: int, layout: str) -> int:
 
 def _lengths(call: Call, names: Sequence[str], are_ends: bool, layout: str) -> list[int] | None:
     """Lengths that the host knows; in packed layouts some are given as ends."""
-    given = call.get(*names)
+    given = call.first(names)
     if isinstance(given, Tensor):
         given = given.flatten().tolist() if given.is_cpu else None
     if not given:
@@ -248,7 +259,7 @@ WORK: Mapping[str, WorkOf] = {
     "aten::matmul": _product("self", "other"),
     "aten::mv": _product("self", "vec"),
     "npu::npu_transpose_batchmatmul": _product("input", "weight"),
-    "npu::npu_bmmV2": _product("self", "mat2"),
+    "npu::npu_bmmV2": _product("input", "mat2"),
     "npu::npu_quant_matmul": _product("x1", "x2"),
     "npu::npu_weight_quant_batchmatmul": _product("x", "weight"),
     "npu::npu_quant_matmul_dequant": _product("x", "quantized_weight", transposed=True),

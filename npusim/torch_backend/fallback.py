@@ -106,7 +106,10 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     results = _Results(run, inputs, outs, places, fresh, [target.shape for target in targets])
     read = [tensor for place, tensor in enumerate(inputs) if place not in outs]
     if targets:
-        _launch(name, device, sum(tensor.nbytes for tensor in [*read, *targets]))
+        num_bytes = 0
+        for tensor in (*read, *targets):
+            num_bytes += tensor.nbytes
+        _launch(name, device, num_bytes)
     if places:
         values.update(targets, read, results)
     elif fresh:
@@ -116,7 +119,7 @@ def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _launch(name: str, device: torch.device, num_bytes: int, *, waits: bool = False) -> None:
     """The operator was queued as one kernel that moves so many bytes; the host may have to wait for its results."""
-    runtime = runtime_of(device)
+    runtime = platform().runtimes[device.index]
     card, stream = runtime.card, runtime.current_stream()
     card.launch(name, stream, card.costs.vector_ns(num_bytes))
     if waits:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from xlite_runner.config import ProfilePolicy, RunnerConfig
 from xlite_runner.result import LedgerRow, ProfileResult
 from xlite_runner.scenario import Scenario
+from xlite_runner.serving.clock import Clock, HostOverhead
 
 if TYPE_CHECKING:
     from npusim.device.profile import DeviceProfile
@@ -75,6 +76,7 @@ def build_world(
         lone_rank: The only rank that will run.
         told_values: Says what was sampled; a started engine cannot serve without, since nobody computes logits.
     """
+    from npusim.device.cost import ENGINE
     from npusim.device.profile import load_profile
     from npusim.world import SimWorld
 
@@ -91,7 +93,19 @@ def build_world(
         ],
         lone_rank=lone_rank,
         told_values=told_values,
+        host_costs=ENGINE,
     )
+
+
+def engine_clock(world: SimWorld) -> Clock:
+    """The world's virtual time for an engine that runs in it; on a worker's rank it is that rank's."""
+    return world.host_clock()
+
+
+def host_overhead(world: SimWorld) -> HostOverhead:
+    """What an engine in this world has to charge for its own work. Grade: calibrated, docs/time.md."""
+    costs = world.cards[0].host_costs
+    return HostOverhead(costs.step_ns / 1e9, costs.request_ns / 1e9)
 
 
 def ledgers(world: SimWorld) -> list[list[LedgerRow]]:

@@ -27,8 +27,8 @@ Item = Work | Sending
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A pass as its cost sees it.
+class Lengths:
+    """How long a pass' requests are, in tokens.
 
     Attributes:
         lens: New tokens of each request.
@@ -54,7 +54,7 @@ class Batch:
         return sum(n * (n + 1) // 2 + n * cached for n, cached in zip(self.lens, self.cached_lens, strict=True))
 
 
-def forward_ns(model: RankModel, costs: CostModel, batch: Batch) -> int:
+def forward_ns(model: RankModel, costs: CostModel, batch: Lengths) -> int:
     """Duration of one pass on one rank, once all ranks of its groups have arrived. Grade: calibrated, docs/time.md."""
     layers = model.config.n_layers
     dense = model.config.n_dense_layers
@@ -75,13 +75,13 @@ def _duration(items: Iterator[Item], costs: CostModel) -> int:
     )
 
 
-def _embedding(model: RankModel, batch: Batch) -> Iterator[Item]:
+def _embedding(model: RankModel, batch: Lengths) -> Iterator[Item]:
     hidden = _hidden_bytes(model, batch.num_tokens)
     yield Work(Unit.VECTOR, 2 * hidden)
     yield Sending("all_reduce", hidden, model.tp.size)
 
 
-def _attention(model: RankModel, batch: Batch) -> Iterator[Item]:
+def _attention(model: RankModel, batch: Lengths) -> Iterator[Item]:
     n, hidden = batch.num_tokens, _hidden_bytes(model, batch.num_tokens)
     yield Work(Unit.VECTOR, 4 * hidden)  # adds the residual and norms
     yield from _mha(model, batch) if model.config.attn_type == AttnType.AttnMHA else _mla(model, batch)
@@ -94,7 +94,7 @@ def _out_width(model: RankModel) -> int:
     return model.q_heads * (config.head_dim if config.attn_type == AttnType.AttnMHA else config.v_head_dim)
 
 
-def _mha(model: RankModel, batch: Batch) -> Iterator[Item]:
+def _mha(model: RankModel, batch: Lengths) -> Iterator[Item]:
     n, size, itemsize = batch.num_tokens, model.config.head_dim, _itemsize(model)
     qkv_width = (model.q_heads + 2 * model.kv_heads) * size
     yield _linear(n, model.config.hidden_size, qkv_width, model.weights, model.weights.mha_qkv)
@@ -103,7 +103,7 @@ def _mha(model: RankModel, batch: Batch) -> Iterator[Item]:
     yield Work(Unit.ATTENTION, moved, attention_flops=4 * batch.num_pairs * model.q_heads * size)
 
 
-def _mla(model: RankModel, batch: Batch) -> Iterator[Item]:
+def _mla(model: RankModel, batch: Lengths) -> Iterator[Item]:
     config, n, itemsize = model.config, batch.num_tokens, _itemsize(model)
     latent, rope, heads = config.kv_lora_rank, config.rope_head_dim, model.q_heads
     down_width = config.q_lora_rank + latent + rope
@@ -123,7 +123,7 @@ def _mla(model: RankModel, batch: Batch) -> Iterator[Item]:
     yield _per_head(n, latent, config.v_head_dim, heads, itemsize)
 
 
-def _indexer(model: RankModel, batch: Batch) -> Iterator[Item]:
+def _indexer(model: RankModel, batch: Lengths) -> Iterator[Item]:
     config, n = model.config, batch.num_tokens
     width = config.index_n_heads * config.index_head_dim
     yield _linear(n, config.q_lora_rank, width, model.weights, model.weights.index_q_b)
@@ -132,7 +132,7 @@ def _indexer(model: RankModel, batch: Batch) -> Iterator[Item]:
     yield Work(Unit.ATTENTION, moved, attention_flops=2 * batch.num_pairs * width)
 
 
-def _dense_ffn(model: RankModel, batch: Batch) -> Iterator[Item]:
+def _dense_ffn(model: RankModel, batch: Lengths) -> Iterator[Item]:
     hidden = _hidden_bytes(model, batch.num_tokens)
     yield Work(Unit.VECTOR, 4 * hidden)
     yield from _mlp(model, batch.num_tokens, model.mlp_width, model.weights.mlp_up_gate, model.weights.mlp_down)
@@ -145,7 +145,7 @@ def _mlp(model: RankModel, n: int, width: int, up_gate: QuantKind, down: QuantKi
     yield _linear(n, width, model.config.hidden_size, model.weights, down)
 
 
-def _moe_ffn(model: RankModel, batch: Batch) -> Iterator[Item]:
+def _moe_ffn(model: RankModel, batch: Lengths) -> Iterator[Item]:
     """Routed experts chosen evenly; an expert that no token chose is not read. Grade of that: assumed."""
     config, n, itemsize = model.config, batch.num_tokens, _itemsize(model)
     everyones = n * config.def_dp_size

@@ -6,6 +6,7 @@ The composition root hands one clock to whatever must know the time; nothing els
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -30,6 +31,23 @@ class Clock(Protocol):
             ValueError: Less than nothing.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostOverhead:
+    """Host work of an engine's step that is no operator, to be charged; nothing on a card, where it takes real time.
+
+    Attributes:
+        step_seconds: Of each step: scheduling, inputs, outputs.
+        request_seconds: What each request of the step adds.
+    """
+
+    step_seconds: float = 0.0
+    request_seconds: float = 0.0
+
+    def of_step(self, num_requests: int) -> float:
+        """Seconds of a step with so many requests."""
+        return self.step_seconds + num_requests * self.request_seconds
 
 
 class WallClock:

@@ -76,14 +76,10 @@ class ExpandableSegments:
         self._unmap_pages(block.free_list.pool, begin, end, page_bytes, keep_physical=keep_physical)
         block.free_list.remove(block)
         if begin > block.address:
-            head = Block(block.address, begin - block.address, FREE, block.free_list, segment)
-            head.insert_before(block)
-            block.free_list.add(head)
+            block.free_list.add(block.cut_front(begin - block.address))
         if block.address + block.size > end:
-            tail = Block(end, block.address + block.size - end, FREE, block.free_list, segment)
-            tail.insert_after(block)
-            block.free_list.add(tail)
-        block.address, block.size, block.state = begin, end - begin, UNMAPPED
+            block.free_list.add(block.cut_back(block.address + block.size - end))
+        block.state = UNMAPPED
         pool, stream = block.free_list.pool, block.free_list.stream
         holes = pool.holes_of(stream)
         before, after = block.prev, block.next
@@ -124,7 +120,8 @@ class ExpandableSegments:
         total_bytes = self._state.hbm.total_bytes
         size = round_up(total_bytes + total_bytes // 8, page_bytes)
         address = self._state.hbm.reserve(size)
-        block = Block(address, size, UNMAPPED, pool.free_list(stream), ExpandableSegment(address, page_bytes, size))
+        segment = ExpandableSegment(address, page_bytes, size)
+        block = Block.whole(address, size, UNMAPPED, pool.free_list(stream), segment)
         pool.holes_of(stream)[address] = block
         return block
 
@@ -145,11 +142,10 @@ class ExpandableSegments:
         holes = pool.holes_of(stream)
         del holes[hole.address]
         if hole.size > num_bytes:
-            rest = Block(hole.address + num_bytes, hole.size - num_bytes, UNMAPPED, hole.free_list, segment)
-            rest.insert_after(hole)
+            rest = hole.cut_back(hole.size - num_bytes)
             holes[rest.address] = rest
         mapped_address = hole.address
-        hole.size, hole.state = num_bytes, FREE
+        hole.state = FREE
         before, after = hole.prev, hole.next
         if before is not None and before.state == FREE:
             before.free_list.remove(before)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from npusim.memory.blocks import FREE, UNMAPPED, Block, FreeList
+from npusim.memory.blocks import UNMAPPED, Block
 from npusim.memory.config_parser import SIZE_MAX
+from npusim.memory.free_list import FreeList
 from npusim.memory.pools import BlockPool
 from npusim.memory.rounding import MIN_BLOCK_BYTES, SMALL_BYTES
 from npusim.memory.state import AllocatorState
@@ -15,6 +16,7 @@ class BestFit:
     """Searches the free blocks of a pool under the settings in force.
 
     Attributes:
+        is_split_limited: ``max_split_size_mb`` is in force.
         max_split_size: From this size on blocks are oversize: smaller requests do not get them.
         split_limit: Requests of this size or more take a block whole. Expandable segments have no such limit; they and
             ``max_split_size_mb`` exclude each other, but both are in force after torch_npu has refused to add one.
@@ -33,6 +35,7 @@ class BestFit:
         self._expandable = config.expandable_segments
         self._met_expandable = self._met_expandable or self._expandable
         self._tracks_ages = self._state.tracks_ages
+        self.is_split_limited = config.max_split_size != SIZE_MAX
         self.max_split_size = config.max_split_size
         self.split_limit = SIZE_MAX if self._expandable else config.max_split_size
         self.min_large_rest = MIN_BLOCK_BYTES if self._expandable else SMALL_BYTES + 1
@@ -61,12 +64,15 @@ class BestFit:
                 block = free_list.next_after(block)
                 if block is None:
                     return None
-        limit = self.max_split_size
-        if block.size >= limit and (
-            size < limit or block.size >= size + self._state.config.max_non_split_rounding_size
-        ):
+        if self.is_split_limited and self._is_oversize_for(block, size):
             return None
         return block
+
+    def _is_oversize_for(self, block: Block, size: int) -> bool:
+        limit = self.max_split_size
+        return block.size >= limit and (
+            size < limit or block.size >= size + self._state.config.max_non_split_rounding_size
+        )
 
     def align(self, block: Block, size: int) -> Block:
         """Cut the front off a free block so that it starts on an aligned address, if it stays long enough."""
@@ -74,11 +80,10 @@ class BestFit:
         if front_bytes + size > block.size:
             return block
         free_list = block.free_list
-        aligned = Block(block.address + front_bytes, block.size - front_bytes, FREE, free_list, block.segment)
-        aligned.insert_after(block)
-        free_list.replace(block.key, aligned)
-        block.size = front_bytes
+        free_list.remove(block)
+        aligned = block.cut_back(block.size - front_bytes)
         free_list.add(block)
+        free_list.add(aligned)
         return aligned
 
 

@@ -7,7 +7,8 @@ from typing import Final, Protocol
 
 from sortedcontainers import SortedDict
 
-from npusim.memory.blocks import Block, FreeList
+from npusim.memory.blocks import Block
+from npusim.memory.free_list import FreeList
 from npusim.memory.statistics import PoolCounters, Statistics
 
 PoolId = tuple[int, int]

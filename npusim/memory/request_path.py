@@ -138,30 +138,30 @@ class RequestPath:
             free_list = block.free_list
             if block.size - size >= min_rest and size < fit.split_limit and not pool.no_split:
                 rest = block
-                rest.address = address + size
-                rest.size -= size
+                is_whole = rest.prev is None and rest.next is None
+                free_list.remove(rest)
+                block = rest.cut_front(size)
                 rest.searches = pool.searches
-                free_list.replace(rest.key, rest)
-                block = Block(address, size, ALLOCATED, free_list, rest.segment)
+                free_list.add(rest)
                 if rest.segment is None:
-                    if rest.prev is None and rest.next is None:
-                        counters.change_inactive_split(1, rest.size)
+                    if is_whole:
+                        counters.add_inactive_splits(1)
+                        counters.add_inactive_split_bytes(rest.size)
                     else:
                         counters.inactive_split_bytes -= size
-                block.insert_before(rest)
             else:
                 size = block.size
-                block.state = ALLOCATED
                 free_list.remove(block)
                 if block.segment is None and (block.prev is not None or block.next is not None):
                     counters.inactive_splits -= 1
                     counters.inactive_split_bytes -= size
+            block.state = ALLOCATED
             block.requested_bytes = num_bytes
             self._allocated[address] = block
             counters.count_allocation(size, num_bytes)
             if self._pending_blocks:
                 counters.note_active_peak()
-            if size >= fit.max_split_size:
+            if fit.is_split_limited and size >= fit.max_split_size:
                 self.statistics.oversize_allocations.add(1)
             if history.enabled:
                 history.record_block("alloc", block)
@@ -199,7 +199,7 @@ class RequestPath:
             counters = block.free_list.pool.counters
             counters.allocations -= 1
             counters.allocated_bytes -= size
-            if size >= self._fit.max_split_size:
+            if self._fit.is_split_limited and size >= self._fit.max_split_size:
                 self.statistics.oversize_allocations.add(-1)
             if block.stream_uses is None:
                 self._cache(block)
@@ -230,23 +230,20 @@ class RequestPath:
         block.searches = pool.searches
         before, after = block.prev, block.next
         num_merged = 0
-        if after is not None and after.state == FREE:
+        if before is not None and before.state == FREE:
             num_merged = 1
-            if before is not None and before.state == FREE:
-                num_merged = 2
-                free_list.remove(before)
-                block.absorb_before(before)
-            block.absorb_after(after)
-            free_list.replace(after.key, block)
-        elif before is not None and before.state == FREE:
-            num_merged = 1
+            free_list.remove(before)
             block.absorb_before(before)
-            free_list.replace(before.key, block)
-        else:
-            free_list.add(block)
+        if after is not None and after.state == FREE:
+            num_merged += 1
+            free_list.remove(after)
+            block.absorb_after(after)
+        free_list.add(block)
         if block.segment is None:
             if block.prev is not None or block.next is not None:
-                counters.change_inactive_split(1 - num_merged, size)
+                if num_merged != 1:
+                    counters.add_inactive_splits(1 - num_merged)
+                counters.add_inactive_split_bytes(size)
             else:
                 counters.inactive_splits -= num_merged
                 counters.inactive_split_bytes -= block.size - size

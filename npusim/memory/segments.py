@@ -37,7 +37,7 @@ class Segments:
             statistics.oversize_segments.add(1)
         statistics.num_device_alloc += 1
         free_list = pool.free_list(stream)
-        block = Block(address, num_bytes, FREE, free_list, None)
+        block = Block.whole(address, num_bytes, FREE, free_list)
         state.history.record_segment("segment_alloc", block, address, num_bytes)
         free_list.add(block)
         return block

@@ -142,25 +142,26 @@ class PoolCounters(Peaks):
         if current > both.requested_bytes_peak:
             both.requested_bytes_peak = current
 
-    def change_inactive_split(self, num_blocks: int, num_bytes: int) -> None:
-        """Count free blocks that are part of a larger segment; each figure changes in one step."""
-        other, both = self.other, self.both
+    def add_inactive_splits(self, num_blocks: int) -> None:
+        """Count free blocks that are part of a larger segment, or fewer of them if negative."""
         current = self.inactive_splits = self.inactive_splits + num_blocks
         if num_blocks > 0:
             self.inactive_splits_rises += num_blocks
             if current > self.inactive_splits_peak:
                 self.inactive_splits_peak = current
-            current += other.inactive_splits
-            if current > both.inactive_splits_peak:
-                both.inactive_splits_peak = current
+            current += self.other.inactive_splits
+            if current > self.both.inactive_splits_peak:
+                self.both.inactive_splits_peak = current
+
+    def add_inactive_split_bytes(self, num_bytes: int) -> None:
+        """Count more bytes of free blocks that are part of a larger segment."""
+        self.inactive_split_bytes_rises += num_bytes
         current = self.inactive_split_bytes = self.inactive_split_bytes + num_bytes
-        if num_bytes > 0:
-            self.inactive_split_bytes_rises += num_bytes
-            if current > self.inactive_split_bytes_peak:
-                self.inactive_split_bytes_peak = current
-            current += other.inactive_split_bytes
-            if current > both.inactive_split_bytes_peak:
-                both.inactive_split_bytes_peak = current
+        if current > self.inactive_split_bytes_peak:
+            self.inactive_split_bytes_peak = current
+        current += self.other.inactive_split_bytes
+        if current > self.both.inactive_split_bytes_peak:
+            self.both.inactive_split_bytes_peak = current
 
     def note_active_peak(self) -> None:
         """Update the peaks of active blocks; needed after a rise while some block is pending."""

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from sortedcontainers import SortedKeyList
 
-from npusim.memory.blocks import FREE, Block, FreeList
+from npusim.memory.blocks import FREE, Block
+from npusim.memory.free_list import FreeList
 from npusim.memory.pools import BlockPool
 from npusim.memory.statistics import Statistics
 
@@ -18,7 +19,7 @@ def test_same_as_a_sorted_list() -> None:
     choices = random.Random(7)
     for step in range(6000):
         if len(oracle) < 2500 and choices.random() < 0.7:
-            block = Block(512 * step, 512 * choices.randrange(1, 400), FREE, free_list, None)
+            block = Block.whole(512 * step, 512 * choices.randrange(1, 400), FREE, free_list)
             free_list.add(block)
             oracle.add(block)
         elif choices.random() < 0.5:
@@ -28,9 +29,10 @@ def test_same_as_a_sorted_list() -> None:
         else:
             block = choices.choice(oracle)
             oracle.remove(block)
+            free_list.remove(block)
             block.size = 512 * choices.randrange(1, 400)
             oracle.add(block)
-            free_list.replace(block.key, block)
+            free_list.add(block)
         wanted = 512 * choices.randrange(1, 420)
         index = oracle.bisect_key_left((wanted, 0))
         assert free_list.smallest_from(wanted) is (oracle[index] if index < len(oracle) else None)

@@ -16,8 +16,10 @@ from npusim.errors import UnmodelledCallError, WorldError
 from npusim.hccl.communicator import DEFAULT_BUFFER_MB, DEFAULT_EXEC_TIMEOUT_S, Communicator, HcclSettings
 from npusim.hccl.ranks import LoneRank, Ranks
 from npusim.memory.config import AllocatorConfig
+from npusim.memory.uncached import caching_is_off
 from npusim.memory.versions import VERSIONS as TORCH_NPU_VERSIONS
 from npusim.torch_backend.runtime import DeviceRuntime
+from npusim.torch_backend.sleep_mode import SleepModeMemory
 from npusim.torch_backend.storage import StorageTable
 from npusim.torch_backend.values import RealValues, ShapeValues, Told, Values
 from npusim.xlite.versions import VERSIONS as XLITE_VERSIONS
@@ -105,6 +107,7 @@ class SimWorld:
             )
             for index in range(num_devices)
         ]
+        self.sleep_mode = SleepModeMemory(self.cards, self.storages)
         settings = AllocatorConfig.from_environment(self.environment)
         task_queue_level = _task_queue_level(self.environment)
         hccl = _hccl_settings(self.environment)
@@ -116,6 +119,7 @@ class SimWorld:
                 task_queue_level=task_queue_level,
                 seed=seed,
                 hccl=hccl,
+                caches_tensors=not caching_is_off(self.environment.get("PYTORCH_NO_NPU_MEMORY_CACHING", "")),
             )
             for card in self.cards
         ]

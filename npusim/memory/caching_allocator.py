@@ -32,6 +32,9 @@ class CachingAllocator(RequestPath):
         pad_bytes: Bytes added to each request, see :func:`npusim.memory.rounding.pad_bytes`.
         out_of_memory_error: Class of the out-of-memory error.
         workspaces: The operator workspaces, which are given up before memory runs out.
+
+    Attributes:
+        empties_with_pools: When a private pool is let go of for the last time, all cached memory goes back.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class CachingAllocator(RequestPath):
             out_of_memory_error=out_of_memory_error,
             workspaces=workspaces,
         )
+        self.empties_with_pools = False
         self.set_per_process_memory_fraction(config.per_process_memory_fraction)
 
     # Streams
@@ -182,6 +186,9 @@ class CachingAllocator(RequestPath):
             RuntimeError: Nobody holds the pool.
         """
         self.pools.release(pool_id)
+        if self.empties_with_pools and pool_id in self.pools.freeable:
+            with self._at_work():
+                self._reclaimer.release_cached()
 
     def create_pool(
         self,

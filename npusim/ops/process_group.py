@@ -201,7 +201,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class kno
         if as_copy:
             tensor.copy_(summand)
             record = platform().storages.of(summand)
-            record.device.allocator.record_stream(record.address, self._handle(record.device))
+            record.device.tensor_memory.record_stream(record.address, self._handle(record.device))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """The root's tensor, in place."""

@@ -284,4 +284,4 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     record = active.storages.of(tensor)
     if record.address:
         handle = active.runtimes[stream.device_index].streams.handle_of(stream.stream_id)
-        record.device.allocator.record_stream(record.address, handle)
+        record.device.tensor_memory.record_stream(record.address, handle)

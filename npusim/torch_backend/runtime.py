@@ -12,6 +12,7 @@ from npusim.device.streams import StreamEvent
 from npusim.hccl.communicator import Communicator, HcclRuntime, HcclSettings
 from npusim.memory.caching_allocator import CachingAllocator
 from npusim.memory.rounding import pad_bytes
+from npusim.memory.uncached import UncachedMemory
 from npusim.memory.workspace import WorkspaceAllocator
 from npusim.torch_backend.stream_pool import StreamPool
 from npusim.torch_backend.task_groups import TaskGroups
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from npusim.device.clock import Clock
     from npusim.hccl.ranks import Arrival, Ranks
     from npusim.memory.config import AllocatorConfig
+    from npusim.torch_backend.sleep_mode import SleepModeMemory
     from npusim.torch_backend.storage import StorageTable
     from npusim.torch_backend.values import Values
 
@@ -38,6 +40,10 @@ class Platform(Protocol):
     @property
     def storages(self) -> StorageTable:
         """All live storages."""
+
+    @property
+    def sleep_mode(self) -> SleepModeMemory:
+        """What vllm-ascend's compiled extension keeps."""
 
     @property
     def values(self) -> Values:
@@ -122,6 +128,10 @@ class DeviceRuntime:
         task_queue_level: ``TASK_QUEUE_ENABLE``: from 2 on, operator workspaces come from :attr:`workspaces`.
         seed: Seed of the default generator.
         hccl: HCCL's settings from the environment.
+        caches_tensors: Tensors come from the caching allocator; see :mod:`npusim.memory.uncached`.
+
+    Attributes:
+        tensor_memory: Where tensors get their memory: the caching allocator, unless the user switched it off.
     """
 
     def __init__(
@@ -133,6 +143,7 @@ class DeviceRuntime:
         task_queue_level: int,
         seed: int,
         hccl: HcclSettings,
+        caches_tensors: bool = True,
     ) -> None:
         self.card = card
         self.task_queue_level = task_queue_level
@@ -148,16 +159,22 @@ class DeviceRuntime:
         self.workspaces = WorkspaceAllocator(
             card.hbm, self, device_index=card.index, out_of_memory_error=torch.OutOfMemoryError
         )
+        pad = pad_bytes(card.profile.soc_name.value, card.profile.cann_version.value)
         self.allocator = CachingAllocator(
             card.hbm,
             self,
             settings,
             device_index=card.index,
             version=torch_npu_version,
-            pad_bytes=pad_bytes(card.profile.soc_name.value, card.profile.cann_version.value),
+            pad_bytes=pad,
             out_of_memory_error=torch.OutOfMemoryError,
             workspaces=self.workspaces,
         )
+        self.tensor_memory: CachingAllocator | UncachedMemory = self.allocator
+        if not caches_tensors:
+            self.tensor_memory = UncachedMemory(
+                card.hbm, self, self.allocator, pad_bytes=pad, out_of_memory_error=torch.OutOfMemoryError
+            )
 
     @cached_property
     def torch_device(self) -> torch.device:

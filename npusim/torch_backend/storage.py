@@ -11,6 +11,8 @@ from npusim.errors import WorldError
 from npusim.torch_backend.registration import shells
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from npusim.torch_backend.runtime import DeviceRuntime
     from npusim.torch_backend.values import Bytes
 
@@ -41,11 +43,11 @@ class StorageRecord(weakref.ref[torch.UntypedStorage]):
         torch's C++ side goes on to name the first address.
         """
         old_address = self.address
-        self.address = self.device.allocator.malloc(num_bytes, self.device.current_stream()) if num_bytes else 0
+        self.address = self.device.tensor_memory.malloc(num_bytes, self.device.current_stream()) if num_bytes else 0
         self.num_bytes = num_bytes
         self.value = None
         if old_address:
-            self.device.allocator.free(old_address)
+            self.device.tensor_memory.free(old_address)
 
 
 class _Alias(weakref.ref[torch.UntypedStorage]):
@@ -67,9 +69,12 @@ class StorageTable:
     def __len__(self) -> int:
         return len(self._records)
 
+    def __iter__(self) -> Iterator[StorageRecord]:
+        yield from self._records.values()
+
     def allocate(self, device: DeviceRuntime, num_bytes: int) -> torch.UntypedStorage:
         """A storage of ``num_bytes`` bytes on ``device``, allocated on its current stream."""
-        address = device.allocator.malloc(num_bytes, device.current_stream())
+        address = device.tensor_memory.malloc(num_bytes, device.current_stream())
         storage: torch.UntypedStorage = _construct(address, device.torch_device, num_bytes)
         self._record(storage, device, address, num_bytes)
         return storage
@@ -78,7 +83,7 @@ class StorageTable:
         self, device: DeviceRuntime, num_bytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
         """A plain ``torch.Tensor`` over a new storage of ``num_bytes`` bytes, which must be what its geometry spans."""
-        address = device.allocator.malloc(num_bytes, device.current_stream())
+        address = device.tensor_memory.malloc(num_bytes, device.current_stream())
         tensor = self._shells.over_memory(device.card.index, address, num_bytes, dtype, size, stride)
         self._record(tensor.untyped_storage(), device, address, num_bytes)
         return tensor
@@ -145,7 +150,7 @@ class StorageTable:
         assert isinstance(record, StorageRecord)
         del self._records[record.key]
         if record.address:
-            record.device.allocator.free(record.address)
+            record.device.tensor_memory.free(record.address)
 
 
 def offset_of(tensor: torch.Tensor) -> int:

@@ -111,7 +111,7 @@ operations = [
 server = TorchNpuServer()
 found = difference(
     server,
-    Program(operations, {program.conf!r}, {program.soc!r}, {program.total_bytes}, full=True),
+    Program(operations, {program.conf!r}, {program.soc!r}, {program.total_bytes}, full=True, caching={program.caching}),
 )
 print(found[1] if found else "no difference")
 server.close()

@@ -13,6 +13,7 @@ from npusim.memory.config import parse_allocator_config
 from npusim.memory.driver import ManualStreamDriver
 from npusim.memory.out_of_memory import OutOfMemoryError
 from npusim.memory.rounding import pad_bytes
+from npusim.memory.uncached import UncachedMemory
 from tests.oracle.target import ERRORS, SKIPPED, Program, Recording, Target, described
 
 CANN_VERSION = "9.1.0"
@@ -36,12 +37,13 @@ class Model(Target):
         self.others = OtherProcess(self.ledger, "others")
         self.hbm = Hbm(self.ledger, self.log)
         self.driver = ManualStreamDriver()
-        self.allocator = CachingAllocator(
-            self.hbm,
-            self.driver,
-            parse_allocator_config(program.conf),
-            pad_bytes=pad_bytes(program.soc, CANN_VERSION),
-        )
+        pad = pad_bytes(program.soc, CANN_VERSION)
+        self.allocator = CachingAllocator(self.hbm, self.driver, parse_allocator_config(program.conf), pad_bytes=pad)
+        self.tensor_memory: CachingAllocator | UncachedMemory = self.allocator
+        if not program.caching:
+            self.tensor_memory = UncachedMemory(
+                self.hbm, self.driver, self.allocator, pad_bytes=pad, out_of_memory_error=OutOfMemoryError
+            )
         self.allocator.record_memory_history(context=None)
         self.observed: list[list[int]] = []
         self.allocator.out_of_memory_observers.append(lambda *numbers: self.observed.append(list(numbers)))
@@ -53,12 +55,15 @@ class Model(Target):
         self.take_calls()
 
     def allocate(self, key: int, num_bytes: int) -> Any:
-        return self.allocate_on(key, num_bytes, self.driver.stream)
+        return self._allocate(self.tensor_memory, key, num_bytes, self.driver.stream)
 
     def allocate_on(self, key: int, num_bytes: int, stream: int) -> Any:
+        return self._allocate(self.allocator, key, num_bytes, stream)
+
+    def _allocate(self, memory: CachingAllocator | UncachedMemory, key: int, num_bytes: int, stream: int) -> Any:
         self.observed.clear()
         try:
-            self.addresses[key] = self.allocator.malloc(num_bytes, stream)
+            self.addresses[key] = memory.malloc(num_bytes, stream)
         except OutOfMemoryError as error:
             return [described(error), *self.observed]
         return self.addresses[key]
@@ -66,17 +71,17 @@ class Model(Target):
     def free(self, key: int) -> Any:
         if key not in self.addresses:
             return SKIPPED
-        return self.allocator.free(self.addresses.pop(key))
+        return self.tensor_memory.free(self.addresses.pop(key))
 
     def record_stream(self, key: int, stream: int) -> Any:
         if not self.addresses.get(key):
             return SKIPPED
-        return self.allocator.record_stream(self.addresses[key], stream)
+        return self.tensor_memory.record_stream(self.addresses[key], stream)
 
     def erase_stream(self, key: int, stream: int) -> Any:
         if not self.addresses.get(key):
             return SKIPPED
-        return self.allocator.erase_stream(self.addresses[key], stream)
+        return self.tensor_memory.erase_stream(self.addresses[key], stream)
 
     def set_stream(self, stream: int) -> Any:
         self.driver.stream = stream

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ERRORS = (RuntimeError, ValueError, TypeError)
-PLACE_IN_SOURCE = re.compile(r' at "[^"]*":\d+')
+PLACE_IN_SOURCE = re.compile(r' at "[^"]*":\d+|\w+:\.\./torch_npu/\S+:\d+ ')
 SKIPPED = "skipped"
 """Result of an operation whose object is not there, as when shrinking left out what makes it."""
 
@@ -25,6 +25,7 @@ class Program:
         soc: Name of the chip.
         total_bytes: Memory of the device.
         full: Write down whole snapshots instead of their checksums.
+        caching: Tensors come from the caching allocator, not straight from the driver.
     """
 
     operations: list[list[Any]]
@@ -32,6 +33,7 @@ class Program:
     soc: str = "Ascend910B3"
     total_bytes: int = 1 << 30
     full: bool = False
+    caching: bool = True
 
     def to_json(self) -> str:
         """One line."""

@@ -9,11 +9,13 @@ import pytest
 
 from tests.oracle.differences import TorchNpuServer, difference, script, shrunk
 from tests.oracle.programs import program
+from tests.oracle.target import Program
 from tests.stubcann.build import StubCannError
 
 pytestmark = pytest.mark.oracle
 
 NUM_PROGRAMS = 200
+NUM_UNCACHED_PROGRAMS = 20
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,15 @@ def server() -> Iterator[TorchNpuServer]:
 
 @pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
 def test_no_difference(server: TorchNpuServer, seed: int) -> None:
-    written = program(seed)
+    check(server, program(seed))
+
+
+@pytest.mark.parametrize("seed", range(NUM_UNCACHED_PROGRAMS))
+def test_no_difference_without_caching(server: TorchNpuServer, seed: int) -> None:
+    check(server, replace(program(seed), caching=False))
+
+
+def check(server: TorchNpuServer, written: Program) -> None:
     if difference(server, written) is None:
         return
 

@@ -45,6 +45,7 @@ class TorchNpu(Target):
     def __init__(self, program: Program) -> None:
         if program.conf:
             os.environ["PYTORCH_NPU_ALLOC_CONF"] = program.conf
+        os.environ["PYTORCH_NO_NPU_MEMORY_CACHING"] = str(int(not program.caching))
         os.environ["TASK_QUEUE_ENABLE"] = "0"
         os.environ["STUBCANN_HBM_BYTES"] = str(program.total_bytes)
         os.environ["STUBCANN_SOC"] = program.soc

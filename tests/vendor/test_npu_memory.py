@@ -9,6 +9,8 @@ import re
 import pytest
 import torch
 
+from npusim.errors import UnmodelledCallError
+
 MIB = 1 << 20
 
 
@@ -163,6 +165,30 @@ def test_memory_pool():
     reserved = torch.npu.memory_reserved()
     del pool
     assert torch.npu.memory_reserved() == reserved - 2 * MIB
+
+
+NAMES = re.findall(
+    r"\w+",
+    """
+    MemPool NPUPluggableAllocator caching_allocator_alloc caching_allocator_delete change_current_allocator empty_cache
+    empty_virt_addr_cache get_allocator_backend get_per_process_memory_fraction host_empty_cache host_memory_stats
+    host_memory_stats_as_nested_dict max_memory_allocated max_memory_cached max_memory_reserved memory_allocated
+    memory_cached memory_reserved memory_snapshot memory_stats memory_stats_as_nested_dict memory_summary
+    reset_accumulated_host_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated
+    reset_max_memory_cached reset_peak_host_memory_stats reset_peak_memory_stats set_per_process_memory_fraction
+    use_mem_pool
+    """,
+)
+"""``torch_npu.npu.memory.__all__`` of torch_npu 2.13.0."""
+
+
+@pytest.mark.sim_only("says which of torch_npu's names the double lacks")
+def test_names_of_the_module(npu_world):
+    lacking = {name for name in NAMES if not hasattr(torch.npu.memory, name)}
+    assert lacking == {name for name in NAMES if "host" in name}  # statistics of pinned host memory
+    for name in lacking:
+        with pytest.raises(UnmodelledCallError, match=name):
+            getattr(torch.npu.memory, name)
 
 
 def test_allocator_backend():

@@ -34,8 +34,10 @@ from torch_npu.npu.graphs import (
 )
 from torch_npu.npu.memory import (
     MemPool,
+    NPUPluggableAllocator,
     caching_allocator_alloc,
     caching_allocator_delete,
+    change_current_allocator,
     empty_cache,
     empty_virt_addr_cache,
     get_allocator_backend,
@@ -75,10 +77,12 @@ __all__ = [
     "ExternalEvent",
     "MemPool",
     "NPUGraph",
+    "NPUPluggableAllocator",
     "Stream",
     "StreamContext",
     "caching_allocator_alloc",
     "caching_allocator_delete",
+    "change_current_allocator",
     "config",
     "current_device",
     "current_stream",

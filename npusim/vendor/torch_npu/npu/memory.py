@@ -18,6 +18,7 @@ from npusim.errors import UnmodelledCallError, UnmodelledNameError
 from npusim.memory.caching_allocator import CachingAllocator
 from npusim.memory.pools import NO_POOL, PoolId
 from npusim.memory.snapshot import SegmentSnapshot, Snapshot, dump_snapshot, take_snapshot
+from npusim.torch_backend.pluggable import PluggableAllocator, from_library
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.vendor_errors import vendor_error
 
@@ -212,30 +213,65 @@ def caching_allocator_delete(mem_ptr: int) -> None:
 
 
 class NPUPluggableAllocator:
-    """An allocator from a shared library; vendor code names it in annotations."""
+    """An allocator from a shared library, for a :class:`MemPool`; its functions are really called.
 
-    def __init__(self, *arguments: object) -> None:
-        raise UnmodelledCallError(
-            f"torch.npu.memory.NPUPluggableAllocator{arguments} is not modelled on the simulated device"
-        )
+    Args:
+        path_to_so_file: The library; None: the process itself.
+        alloc_fn_name: ``void* f(ssize_t size, int device, aclrtStream stream)``.
+        free_fn_name: ``void f(void* ptr, ssize_t size, int device, aclrtStream stream)``.
+
+    Raises:
+        OSError: There is no such library.
+        AttributeError: It has no such function.
+    """
+
+    def __init__(self, path_to_so_file: str | None, alloc_fn_name: str, free_fn_name: str) -> None:
+        exported = platform().sleep_mode.functions
+        self._allocator = from_library(path_to_so_file, alloc_fn_name, free_fn_name, exported)
+
+    def allocator(self) -> PluggableAllocator:
+        """What :class:`MemPool` takes."""
+        return self._allocator
+
+
+def change_current_allocator(allocator: NPUPluggableAllocator) -> None:
+    """Replace the caching allocator of the whole process, which is not modelled.
+
+    Raises:
+        RuntimeError: A device is in use already.
+        UnmodelledCallError: None is.
+    """
+    del allocator
+    if any(runtime.allocator.memory_stats()["num_device_alloc"] for runtime in own_runtimes()):
+        raise RuntimeError("Can't swap an already initialized allocator")
+    raise UnmodelledCallError("torch.npu.memory.change_current_allocator is not modelled on the simulated device")
 
 
 class MemPool:
     """A private pool of the current device's allocator; its memory is given back when the object dies.
 
     Args:
-        allocator: A ``NPUPluggableAllocator``; not modelled.
+        allocator: The ``_allocator`` of a :class:`NPUPluggableAllocator`, which makes the segments, unless they are
+            expandable.
         use_on_oom: Whether others may use it before they run out of memory.
         no_split: Whether its segments serve one request each.
+
+    Raises:
+        TypeError: ``allocator`` is something else.
     """
 
-    def __init__(self, allocator: None = None, use_on_oom: bool = False, no_split: bool = False) -> None:
-        if allocator is not None:
-            raise UnmodelledNameError("torch.npu.MemPool with an allocator of its own is not modelled")
+    def __init__(
+        self, allocator: PluggableAllocator | None = None, use_on_oom: bool = False, no_split: bool = False
+    ) -> None:
+        if allocator is not None and not isinstance(allocator, PluggableAllocator):
+            raise TypeError(
+                "__init__(): incompatible constructor arguments. MemPool takes the _allocator of a "
+                f"NPUPluggableAllocator, got {type(allocator).__name__}"
+            )
         runtime = runtime_of(None)
         self._allocator: CachingAllocator = runtime.allocator
         self._id: PoolId = runtime.new_pool_id(user=True)
-        self._allocator.create_pool(self._id, use_on_oom=use_on_oom, no_split=no_split)
+        self._allocator.create_pool(self._id, allocator=allocator, use_on_oom=use_on_oom, no_split=no_split)
         weakref.finalize(self, _give_up, self._allocator, self._id).atexit = False
 
     @property

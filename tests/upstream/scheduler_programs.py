@@ -5,6 +5,8 @@ The model is a rule: its token at a position of a request follows from the reque
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -232,3 +234,8 @@ def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str | None:
     if len(ours) != len(theirs):
         return f"ours has {len(ours)} entries, theirs {len(theirs)}"
     return None
+
+
+def digest(trace: Sequence[Any]) -> str:
+    """A short name for all that is in a trace."""
+    return hashlib.sha256(json.dumps(trace, separators=(",", ":")).encode()).hexdigest()[:16]

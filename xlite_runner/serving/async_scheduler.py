@@ -15,13 +15,15 @@ PLACEHOLDER_TOKEN = -1
 class AsyncScheduler(Scheduler):
     """A scheduler that counts on tokens of steps in flight: for each of them a request has placeholders."""
 
-    def _update_after_schedule(self, output: SchedulerOutput) -> None:
-        super()._update_after_schedule(output)
+    def schedule(self) -> SchedulerOutput:
+        """Compose the next step; what it will give counts from now on."""
+        output = super().schedule()
         for req_id in output.num_scheduled_tokens:
             request = self.requests[req_id]
             if not request.is_prefill_chunk:
                 request.num_output_placeholders += 1 + len(output.scheduled_spec_decode_tokens.get(req_id, ()))
                 request.spec_token_ids = [PLACEHOLDER_TOKEN] * self.num_spec_tokens
+        return output
 
     def _append_output_tokens(self, request: Request, new_token_ids: Sequence[int]) -> Sequence[int]:
         if request.async_tokens_to_discard:

@@ -25,10 +25,17 @@ from xlite_runner.serving.stats import SchedulerStats, ServingCounters
 
 @dataclass(slots=True)
 class _Step:
-    """One step in the making; ``new_block_ids`` has entries only of requests that got blocks."""
+    """One step in the making.
+
+    Attributes:
+        running: Requests that had blocks before.
+        num_computed_tokens: Before the step, of ``running`` and then ``resumed``.
+        new_block_ids: Of those among ``running`` that got any.
+    """
 
     token_budget: int
     running: list[Request] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
     new: list[Request] = field(default_factory=list)
     resumed: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
@@ -144,12 +151,11 @@ class Scheduler:
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
-        output = self._make_output(step)
-        self._update_after_schedule(output)
-        return output
+        return self._make_output(step)
 
     def _schedule_running(self, step: _Step) -> None:
         running, scheduled, num_scheduled_tokens = self.running, step.running, step.num_scheduled_tokens
+        add_num_computed_tokens = step.num_computed_tokens.append
         token_budget = step.token_budget
         threshold = self.config.long_prefill_token_threshold
         # With drafts, positions could go beyond the longest sequence.
@@ -173,7 +179,8 @@ class Scheduler:
                 num_new_tokens = max_computed_tokens - num_computed_tokens
             if num_new_tokens <= 0:
                 continue  # not the end of the pass: younger requests may go on
-            if num_computed_tokens + num_new_tokens > request.num_ready_tokens:
+            end = num_computed_tokens + num_new_tokens
+            if end > request.num_ready_tokens:
                 num_scheduled = len(scheduled)
                 if not self._allocate_slots(request, num_new_tokens, step):
                     break
@@ -181,12 +188,14 @@ class Scheduler:
                     index -= num_scheduled - len(scheduled)
                     token_budget = step.token_budget - sum(num_scheduled_tokens.values())
             scheduled.append(request)
+            add_num_computed_tokens(num_computed_tokens)
             num_scheduled_tokens[request.request_id] = num_new_tokens
             token_budget -= num_new_tokens
+            request.num_computed_tokens = end
+            request.is_prefill_chunk = end < num_tokens
             if request.spec_token_ids:
-                num_scheduled_drafts = num_new_tokens + num_computed_tokens - num_tokens
-                if num_scheduled_drafts > 0:
-                    step.spec_token_ids[request.request_id] = request.spec_token_ids[:num_scheduled_drafts]
+                if end > num_tokens:
+                    step.spec_token_ids[request.request_id] = request.spec_token_ids[: end - num_tokens]
                 request.spec_token_ids = ()  # the step gives new ones
         step.token_budget = token_budget
 
@@ -224,9 +233,16 @@ class Scheduler:
                 break  # nobody overtakes the head of the queue
             self.waiting.pop()
             self.running.append(request)
-            (step.new if request.status is RequestStatus.WAITING else step.resumed).append(request)
+            if request.status is RequestStatus.WAITING:
+                step.new.append(request)
+            else:
+                step.resumed.append(request)
+                step.num_computed_tokens.append(num_computed_tokens)
             request.status = RequestStatus.RUNNING
-            request.num_computed_tokens = num_computed_tokens
+            request.num_computed_tokens = num_computed_tokens + num_new_tokens
+            request.is_prefill_chunk = (
+                request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
+            )
             step.num_scheduled_tokens[request.request_id] = num_new_tokens
             step.token_budget -= num_new_tokens
 
@@ -260,7 +276,8 @@ class Scheduler:
         self.waiting.add_preempted(request)
 
     def _take_back(self, request: Request, step: _Step) -> None:
-        step.running.remove(request)
+        index = step.running.index(request)
+        del step.running[index], step.num_computed_tokens[index]
         del step.num_scheduled_tokens[request.request_id]
         step.new_block_ids.pop(request.request_id, None)
         step.spec_token_ids.pop(request.request_id, None)
@@ -279,7 +296,7 @@ class Scheduler:
                     prompt_token_ids=request.prompt_token_ids,
                     sampling_params=request.sampling_params,
                     block_ids=request.block_ids.copy(),
-                    num_computed_tokens=request.num_computed_tokens,
+                    num_computed_tokens=request.num_computed_tokens - step.num_scheduled_tokens[request.request_id],
                 )
                 for request in step.new
             ],
@@ -290,7 +307,7 @@ class Scheduler:
                 all_token_ids={
                     req_id: self.requests[req_id].all_token_ids.copy() for req_id in req_ids if req_id not in prev
                 },
-                num_computed_tokens=[request.num_computed_tokens for request in requests],
+                num_computed_tokens=step.num_computed_tokens,
                 num_output_tokens=[
                     len(request.all_token_ids) - request.num_prompt_tokens + request.num_output_placeholders
                     for request in requests
@@ -307,16 +324,6 @@ class Scheduler:
         self._finished_req_ids = []
         self._prev_step_req_ids = step.num_scheduled_tokens
         return output
-
-    def _update_after_schedule(self, output: SchedulerOutput) -> None:
-        requests = self.requests
-        for req_id, num_new_tokens in output.num_scheduled_tokens.items():
-            request = requests[req_id]
-            num_computed_tokens = request.num_computed_tokens + num_new_tokens
-            request.num_computed_tokens = num_computed_tokens
-            request.is_prefill_chunk = (
-                num_computed_tokens < len(request.all_token_ids) + request.num_output_placeholders
-            )
 
     # --- what a step gave
 

@@ -21,6 +21,14 @@ class Serving:
         self.finished: dict[int, FinishReason] = {}
         self.tokens: dict[int, list[int]] = {}
         self._num_requests = 0
+        self._free_when_scheduled = self.free
+        execute_model = self.worker.execute_model
+
+        def note_free_blocks(output: SchedulerOutput):
+            self._free_when_scheduled = self.free
+            return execute_model(output)
+
+        self.worker.execute_model = note_free_blocks
 
     def add(self, *prompts, max_tokens: int = 2000, **more) -> None:
         for prompt in prompts:
@@ -34,7 +42,7 @@ class Serving:
             self.tokens.setdefault(int(output.request_id), []).extend(output.new_token_ids)
             if output.finished:
                 self.finished[int(output.request_id)] = output.finish_reason
-        return Step(scheduled or SchedulerOutput(), self.free)
+        return Step(scheduled or SchedulerOutput(), self._free_when_scheduled)
 
     def steps(self, count: int) -> list[dict[int, int]]:
         return [self.step().tokens for _ in range(count)]
@@ -59,7 +67,7 @@ class Serving:
 class Step:
     output: SchedulerOutput
     free_after: int
-    """Free blocks after the step's results; blocks only return when a request ends."""
+    """Free blocks once the step was scheduled."""
 
     @property
     def tokens(self) -> dict[int, int]:
@@ -363,38 +371,49 @@ class TestAsynchronous:
         serving = Serving(10, asynchronous=True)
         serving.add(127, max_tokens=4)
         serving.add(50, max_tokens=2)
-        steps = [serving.step() for _ in range(6)]
-        assert [step.tokens for step in steps[:5]] == [{0: 127, 1: 50}, {0: 1, 1: 1}, {0: 1}, {0: 1}, {}]
+        steps = [serving.step() for _ in range(5)]
+        assert [step.tokens for step in steps] == [{0: 127, 1: 50}, {0: 1, 1: 1}, {0: 1}, {0: 1}, {}]
+        assert [step.free_after for step in steps] == [7, 7, 6, 7, 7]
+        assert serving.free == 9
         assert serving.finished == {0: FinishReason.LENGTH, 1: FinishReason.LENGTH}
         assert {k: len(v) for k, v in serving.tokens.items()} == {0: 4, 1: 2}
 
     def test_one_wasted_step_after_eos(self):
         serving = Serving(10, asynchronous=True)
-        eos = make_serving_answer(50, 2)[-1]
+        eos = answer_of(50, 2)[-1]
         serving.add(50, eos_token_id=eos)
         assert serving.steps(4)[:3] == [{0: 50}, {0: 1}, {0: 1}]
         assert serving.finished == {0: FinishReason.STOP}
 
-    @pytest.mark.parametrize(
-        ("right", "positions"), [(True, [0, 126, 128, 130, 132]), (False, [0, 126, 127, 128, 129, 130, 131, 132])]
-    )
-    def test_drafts(self, right, positions):
+    def test_accepted_drafts(self):
+        serving = self.drafting(right=True)
+        steps = [serving.step() for _ in range(6)]
+        assert [step.tokens for step in steps] == [{0: 126}, {0: 2}, {0: 2}, {0: 2}, {0: 2}, {}]
+        assert [self.computed(step) for step in steps[1:5]] == [126, 128, 130, 132]
+        assert len(serving.tokens[0]) == 8
+
+    def test_rejected_drafts(self):
+        """Positions are counted two ahead and corrected by the results of the step before the last."""
+        serving = self.drafting(right=False)
+        steps = []
+        while serving.engine.has_work:
+            steps.append(serving.step())
+        decodes = [step for step in steps[1:] if step.tokens]
+        assert [step.tokens for step in decodes] == [{0: 2}] * 7
+        assert [self.computed(step) for step in decodes] == [126, *range(128, 134)]
+        assert len(serving.tokens[0]) == 8
+
+    def drafting(self, *, right: bool) -> Serving:
         serving = Serving(10, asynchronous=True, num_drafts=1, draft_is_right=lambda position: right)
         serving.add(126, max_tokens=8)
-        computed = []
-        while serving.engine.has_work:
-            tokens = serving.step().tokens
-            if tokens:
-                row = serving.worker.rows["0"]
-                computed.append(row.num_computed)
-        assert len(serving.tokens[0]) == 8
-        assert [len(computed), serving.scheduler.counters.spec_decode_num_drafts] == [
-            len(positions),
-            len(positions) - 1,
-        ]
+        return serving
+
+    def computed(self, step: Step) -> int:
+        (num_computed_tokens,) = step.output.scheduled_cached_reqs.num_computed_tokens
+        return num_computed_tokens
 
 
-def make_serving_answer(prompt: int, num_tokens: int) -> list[int]:
+def answer_of(prompt: int, num_tokens: int) -> list[int]:
     serving = Serving(10)
     serving.add(prompt, max_tokens=num_tokens)
     serving.steps(num_tokens + 1)

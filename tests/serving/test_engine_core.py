@@ -269,3 +269,4 @@ def test_stats():
     assert (counters.prompt_tokens, counters.generation_tokens) == (128, 4)
     assert counters.request_success == {FinishReason.LENGTH: 1}
     assert (counters.spec_decode_num_drafts, counters.spec_decode_num_accepted_tokens) == (2, 1)
+    assert counters.spec_decode_num_accepted_tokens_per_pos == {0: 1}

@@ -393,6 +393,7 @@ class Scheduler:
         self.counters.spec_decode_num_drafts += 1
         self.counters.spec_decode_num_draft_tokens += num_drafts
         self.counters.spec_decode_num_accepted_tokens += num_accepted
+        self.counters.spec_decode_num_accepted_tokens_per_pos.update(range(num_accepted))
 
     def _update_draft_token_ids(self, draft_token_ids: Mapping[str, Sequence[int]]) -> None:
         for req_id, token_ids in draft_token_ids.items():

@@ -23,6 +23,7 @@ class ServingCounters:
         spec_decode_num_drafts: Verifications of draft tokens.
         spec_decode_num_draft_tokens: Draft tokens verified.
         spec_decode_num_accepted_tokens: Draft tokens accepted.
+        spec_decode_num_accepted_tokens_per_pos: The same by position, the first draft token of a step at position 0.
     """
 
     prefix_cache_queries: int = 0
@@ -34,6 +35,7 @@ class ServingCounters:
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)

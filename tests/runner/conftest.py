@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.runner.lone_rank import LoneRank, LoneRanks
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.result import ProfileResult
 from xlite_runner.scenario import load_scenario
@@ -40,3 +41,14 @@ def start_scenario() -> Start:
         return results[key]
 
     return start_once
+
+
+@pytest.fixture
+def start_rank(request: pytest.FixtureRequest, frozen_imports: None) -> Iterator[Callable[..., LoneRank]]:
+    """``start_rank(path, policy, **settings)``: rank 0 of a start-up, on the device under test."""
+    simulated = request.config.getoption("npusim_device") != "npu"
+    if not simulated:
+        request.getfixturevalue("npu_world")
+    ranks = LoneRanks(simulated=simulated)
+    yield ranks.start
+    ranks.end()

@@ -145,12 +145,10 @@ class Rank:
 
 
 def run_ranks(request, record, function):
-    """``function(rank, store)`` on every rank: on simulated devices, or, for one rank, on the card."""
+    """``function(rank, store)`` on every rank: on simulated devices; on a card, of the first rank only."""
     num_ranks = record["engine_args"]["tensor_parallel_size"]
     store = dist.HashStore()
     if request.config.getoption("--device", "sim") == "npu":
-        if num_ranks > 1:
-            pytest.skip("several ranks in one process are the simulation's")
         return [function(0, store)]
     from npusim.ops import operator
     from npusim.world import SimWorld
@@ -161,7 +159,18 @@ def run_ranks(request, record, function):
         return world.run_ranks([lambda rank=rank: function(rank, store) for rank in range(num_ranks)])
 
 
-@pytest.fixture(scope="module", params=sorted(RECORDS))
+def needs(record):
+    """What the start-up needs of the device under test."""
+    if record["engine_args"]["tensor_parallel_size"] > 1:
+        yield "lone_rank"
+    if "num_experts" in record["model"] and record["device"] == "A3":
+        yield "values"  # how many rows go to which rank
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.needs(*needs(record))) for name, record in sorted(RECORDS.items())],
+)
 def run(request) -> tuple[dict[str, Any], list[Rank]]:
     """A record of upstream, and the same start-up here."""
     record = RECORDS[request.param]
@@ -180,7 +189,7 @@ def test_weights(run):
     assert [rank.weights_bytes for rank in ranks] == [expected] * len(ranks)
 
 
-@pytest.mark.sim_only("on a card, operator workspaces count, too")
+@pytest.mark.needs("vllm_ascend", "no_workspaces")
 def test_bytes_alive_and_peak_of_every_layer(run):
     record, ranks = run
     upstream = {(phase, name): (alive, peak) for phase, name, alive, peak in record["marks"]}

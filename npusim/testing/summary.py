@@ -13,6 +13,11 @@ from npusim.testing.choice import DIGEST_LENGTH
 NUM_PEAKS = 10
 
 
+def _reason(report: pytest.TestReport) -> str:
+    """Why a test skipped itself."""
+    return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+
+
 class Summary:
     """Collects what the tests report about themselves.
 
@@ -24,6 +29,7 @@ class Summary:
         self._device = device
         self._sides: dict[str, str] = {}
         self._skipped: dict[str, str] = {}
+        self._has_marks = False
         self._peaks: dict[str, tuple[int, int]] = {}
         self._digests: dict[str, str] = {}
         self._on_device: set[str] = set()
@@ -38,6 +44,9 @@ class Summary:
         noted = dict(report.user_properties)
         if "npusim_skipped" in noted:
             self._skipped[test] = str(noted["npusim_skipped"])
+            self._has_marks = True
+        elif report.skipped and not hasattr(report, "wasxfail"):
+            self._skipped[test] = _reason(report)
         if "npusim_device" in noted:
             self._on_device.add(test)
         if "npusim_recorded" in noted:
@@ -55,7 +64,7 @@ class Summary:
     @pytest.hookimpl
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         """Print the section, if any test had to do with the device."""
-        if not self._on_device and not self._skipped:
+        if not self._on_device and not self._has_marks:
             return
         terminalreporter.write_sep("=", f"npusim: device {self._device}")
         for line in self._lines(all_peaks=config.get_verbosity() > 0):
@@ -68,6 +77,8 @@ class Summary:
             f"{name}: {ran[side]}" + (f" (and {skipped[side]} skipped)" if skipped[side] else "")
             for side, name in (("shared", "shared tests"), ("sim_only", "sim only"), ("npu_only", "npu only"))
         )
+        if skipped["shared"]:
+            yield f"of the shared tests {ran['shared'] / (ran['shared'] + skipped['shared']):.1%} ran here"
         for reason, number in sorted(Counter(self._skipped.values()).items(), key=lambda item: (-item[1], item[0])):
             yield f"skipped {number}: {reason}"
         if self._peaks:

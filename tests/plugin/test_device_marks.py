@@ -47,6 +47,7 @@ def test_sides_and_capabilities(run):
             "npusim-*: device=sim profile=a3-64g seed=0 replay=a3-64g:0 torch=*",
             "=* npusim: device sim =*",
             "shared tests: 1 (and 1 skipped)  sim only: 1  npu only: 0 (and 2 skipped)",
+            "of the shared tests 50.0% ran here",
             "skipped 2: npu_only: measures real time",
             "skipped 1: needs graphs: no graphs yet",
             "event logs: 2, together ????????????",

@@ -8,6 +8,7 @@ which is enough to see the first, a middle and the last one.
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def run_ranks(request, record, function):
     num_ranks = record["engine_args"]["tensor_parallel_size"]
     store = dist.HashStore()
     if request.config.getoption("--device", "sim") == "npu":
+        gc.collect()  # the model before
         return [function(0, store)]
     from npusim.ops import operator
     from npusim.world import SimWorld

@@ -26,6 +26,10 @@ from pydantic import (
 from xlite_runner.config import EngineArgs, ProfilePolicy
 from xlite_runner.config.engine_args import XliteGraphArgs
 from xlite_runner.errors import ScenarioError
+from xlite_runner.serving.faults import Fault
+from xlite_runner.serving.metrics import BenchOptions, Goodput
+from xlite_runner.serving.sampling_params import SamplingParams
+from xlite_runner.serving.workload import Workload
 from xlite_runner.validation import did_you_mean, explain
 
 BytesPerRank = int | tuple[int, ...]
@@ -93,6 +97,9 @@ class Scenario(EngineArgs):
     total_memory_bytes: Annotated[BytesPerRank | None, PlainValidator(_parse_total_memory)] = None
     free_memory_bytes: Annotated[dict[ProfilePolicy, BytesPerRank] | None, PlainValidator(_parse_free_memory)] = None
     other_processes: list[OtherProcess] = Field(default_factory=list)
+    workload: Workload = Workload()
+    bench: BenchOptions = BenchOptions()
+    faults: list[Fault] = Field(default_factory=list)
 
     @property
     def num_ranks(self) -> int:
@@ -126,6 +133,9 @@ class Scenario(EngineArgs):
                 raise ValueError(
                     f"{key} has {len(value)} entries: allowed is one for each of the {self.num_ranks} ranks"
                 )
+        for fault in self.faults:
+            if fault.rank >= self.num_ranks:
+                raise ValueError(f"faults: rank = {fault.rank}: allowed are 0 to {self.num_ranks - 1}")
         for process in self.other_processes:
             if process.rank is not None and process.rank >= self.num_ranks:
                 raise ValueError(
@@ -147,14 +157,15 @@ class Scenario(EngineArgs):
 
 
 SCENARIO_KEYS = tuple(Scenario.model_fields)
-_KNOWN_KEYS = (*SCENARIO_KEYS, *XliteGraphArgs.model_fields, *OtherProcess.model_fields)
+_TABLES = (XliteGraphArgs, OtherProcess, Workload, SamplingParams, BenchOptions, Goodput, Fault)
+_KNOWN_KEYS = (*SCENARIO_KEYS, *(key for table in _TABLES for key in table.model_fields))
 
 
 def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Scenario:
     """Read a scenario file.
 
     Args:
-        path: The TOML file; the model's path in it is relative to the file.
+        path: The TOML file; paths in it are relative to the file.
         overrides: Keys that replace those of the file. Tables are merged key by key.
 
     Raises:
@@ -162,16 +173,23 @@ def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Sce
             names each, and suggests the key that may have been meant.
     """
     values = _read_toml(path)
-    if isinstance(values.get("model"), str):
-        values["model"] = path.parent / values["model"]
-    for key, value in (overrides or {}).items():
-        mergeable = isinstance(value, Mapping) and isinstance(values.get(key), Mapping)
-        values[key] = {**values[key], **value} if mergeable else value
+    for table, key in ((values, "model"), (values.get("workload"), "dataset_path")):
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = path.parent / table[key]
+    values = _merged(values, overrides or {})
     try:
         return Scenario.model_validate(values)
     except ValidationError as error:
         where = f"{path}, with the settings of the command line" if overrides else str(path)
         raise ScenarioError(f"{where}: {explain(error, _KNOWN_KEYS)}") from None
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in overrides.items():
+        mergeable = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if mergeable else value
+    return merged
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

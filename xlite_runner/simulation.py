@@ -51,7 +51,7 @@ def start(
     with world, captured_log() as lines:
         from xlite_runner.engine import EngineCore  # imports torch_npu, which only now is the double
 
-        with _imports_out_of_the_collectors_way():
+        with imports_out_of_the_collectors_way():
             engine = EngineCore(config, policy, world.run_ranks, HashStore(), on_stage)
             engine.start()
         return engine.result(lines, ledgers(world), world.event_log.digest)
@@ -154,7 +154,7 @@ def handling(handler: logging.Handler) -> Iterator[None]:
 
 
 @contextmanager
-def _imports_out_of_the_collectors_way() -> Iterator[None]:
+def imports_out_of_the_collectors_way() -> Iterator[None]:
     """The start-up collects garbage at a dozen points, each time through everything that torch's import left."""
     gc.collect()
     gc.freeze()

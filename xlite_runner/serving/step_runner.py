@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -125,6 +126,27 @@ class StepRunner:
         self.update_states(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        self._run(scheduler_output)
+        return None
+
+    @torch.inference_mode()
+    def execute_batch(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Execute and sample a step of at least one token for which :meth:`update_states` was called."""
+        self._run(scheduler_output)
+        return self.sample_tokens()
+
+    def repeat_batch(self, tokens: Sequence[int], discarded_rows: Sequence[int]) -> ModelRunnerOutput:
+        """Do to the batch what :meth:`execute_batch` does, without the device.
+
+        Args:
+            tokens: What each row samples.
+            discarded_rows: Rows whose token means nothing, since more of their prompt follows.
+        """
+        sampled = _Sampled([[token_id] for token_id in tokens])
+        self._forget_discarded(discarded_rows, sampled)
+        return self._take(sampled)
+
+    def _run(self, scheduler_output: SchedulerOutput) -> None:
         runner = self._runner
         inputs = self._inputs.build(scheduler_output.num_scheduled_tokens)
         mode, descriptor = runner.cudagraph_dispatcher.dispatch(
@@ -143,7 +165,6 @@ class StepRunner:
             hidden_states=hidden_states,
             sample_hidden_states=sample_hidden_states,
         )
-        return None
 
     def _attention_metadata(self, inputs: StepInputs, descriptor: BatchDescriptor) -> dict[str, AscendMetadata]:
         """Metadata of the batch; a graph's further requests have new tokens, but no sequence."""
@@ -175,6 +196,12 @@ class StepRunner:
         output = self._sample(state)
         sampled = self._to_host(state, output)
         self._forget_discarded(state.inputs.discarded_rows, sampled)
+        return self._take(sampled, self._prompt_logprobs(state))
+
+    def _take(
+        self, sampled: _Sampled, prompt_logprobs: Mapping[str, LogprobsLists] = MappingProxyType({})
+    ) -> ModelRunnerOutput:
+        """Remember a step's tokens."""
         for row, token_ids in enumerate(sampled.token_ids):
             self.batch.append_output(row, token_ids)
         prompt_logprobs = self._prompt_logprobs(state)

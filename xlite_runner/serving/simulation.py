@@ -167,7 +167,7 @@ def _plan(faults: Sequence[Fault], world: SimWorld) -> None:
 
 def _executor(engine: EngineCore, world: SimWorld, told: ToldTokens, *, replays: bool) -> Executor:
     num_replicas = engine.config.parallel.data_parallel_size
-    if not replays or num_replicas > 1:
+    if not replays or num_replicas > 1 or engine.config.speculative is not None:
         return WorkerExecutor(engine.workers, num_replicas, world.run_ranks)
 
     from npusim.step_recorder import StepRecorder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -144,7 +143,7 @@ class StepRunner:
         """
         sampled = _Sampled([[token_id] for token_id in tokens])
         self._forget_discarded(discarded_rows, sampled)
-        return self._take(sampled)
+        return ModelRunnerOutput(sampled_token_ids=self._remember(sampled))
 
     def _run(self, scheduler_output: SchedulerOutput) -> None:
         runner = self._runner
@@ -196,24 +195,22 @@ class StepRunner:
         output = self._sample(state)
         sampled = self._to_host(state, output)
         self._forget_discarded(state.inputs.discarded_rows, sampled)
-        return self._take(sampled, self._prompt_logprobs(state))
-
-    def _take(
-        self, sampled: _Sampled, prompt_logprobs: Mapping[str, LogprobsLists] = MappingProxyType({})
-    ) -> ModelRunnerOutput:
-        """Remember a step's tokens."""
-        for row, token_ids in enumerate(sampled.token_ids):
-            self.batch.append_output(row, token_ids)
+        sampled_token_ids = self._remember(sampled)
         prompt_logprobs = self._prompt_logprobs(state)
         return ModelRunnerOutput(
-            sampled_token_ids={
-                request.req_id: token_ids
-                for request, token_ids in zip(self.batch.requests, sampled.token_ids, strict=True)
-            },
+            sampled_token_ids=sampled_token_ids,
             draft_token_ids=self._propose_drafts(state, sampled.token_ids),
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _remember(self, sampled: _Sampled) -> dict[str, Sequence[int]]:
+        """Add a step's tokens to the rows; returns them by request."""
+        for row, token_ids in enumerate(sampled.token_ids):
+            self.batch.append_output(row, token_ids)
+        return {
+            request.req_id: token_ids for request, token_ids in zip(self.batch.requests, sampled.token_ids, strict=True)
+        }
 
     def _propose_drafts(
         self, state: ExecuteModelState, sampled_token_ids: Sequence[Sequence[int]]

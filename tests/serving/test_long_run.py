@@ -68,7 +68,7 @@ def check(served, num_requests, seconds):
 
 
 def test_faults_of_a_minute():
-    check(serve(60, 120.0, faults_over(120.0)), 60, 120.0)
+    check(serve(20, 120.0, faults_over(120.0)), 20, 120.0)
 
 
 @pytest.mark.slow

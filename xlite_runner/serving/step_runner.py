@@ -148,11 +148,9 @@ class StepRunner:
     def _run(self, scheduler_output: SchedulerOutput) -> None:
         runner = self._runner
         inputs = self._inputs.build(scheduler_output.num_scheduled_tokens)
-        mode, descriptor = runner.cudagraph_dispatcher.dispatch(
-            inputs.num_tokens, uniform_decode=inputs.is_uniform_decode
-        )
-        metadata = self._attention_metadata(inputs, descriptor)
-        context = runner.make_context(descriptor, metadata, mode, num_actual_tokens=inputs.num_tokens)
+        execution = runner.batch_execution.plan(inputs.num_tokens, uniform_decode=inputs.is_uniform_decode)
+        metadata = self._attention_metadata(inputs, execution.descriptor)
+        context = runner.make_context(execution, metadata, num_actual_tokens=inputs.num_tokens)
         hidden_states = runner.forward(context)
         sample_hidden_states = hidden_states[inputs.logits_indices]
         logits = runner.model.compute_logits(sample_hidden_states)

@@ -64,11 +64,14 @@ class StepRunner:
         self.sampler = Sampler(runner.device_type, runner.buffers.neg_inf)
         self.rejection_sampler = RejectionSampler(self.sampler)
         self._state: ExecuteModelState | None = None
+        self._is_async = runner.config.scheduler.async_scheduling
+        self._num_steps = 0
 
     # ---- the batch
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Bring requests and rows up to date with what is scheduled."""
+        self._num_steps += 1
         batch, requests = self.batch, self.requests
         scheduled = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
@@ -90,6 +93,7 @@ class StepRunner:
                 request.block_ids = list(new_block_ids)
             else:
                 request.block_ids.extend(new_block_ids)
+                request.num_computed_tokens -= self._num_rejected_unheard_of(request)
             row = batch.rows.get(req_id)
             if row is None:
                 all_token_ids = cached.all_token_ids.get(req_id)
@@ -103,10 +107,22 @@ class StepRunner:
         for request in to_add:
             batch.add_request(request)
         for req_id, row in batch.rows.items():
-            batch.set_spec_tokens(row, scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id, ())
+            batch.set_spec_tokens(row, self._known_drafts(requests[req_id], drafts))
         batch.condense()
         batch.reorder(scheduled, self._runner.config.uniform_decode_query_len)
         batch.refresh_metadata()
+
+    def _num_rejected_unheard_of(self, request: CachedRequestState) -> int:
+        """Drafts that the last step rejected, when this one had been composed before that was known."""
+        step, num_rejected = request.verification
+        return num_rejected if self._is_async and step == self._num_steps - 1 else 0
+
+    def _known_drafts(self, request: CachedRequestState, drafts: Sequence[int]) -> Sequence[int]:
+        """A step that was composed before its drafts were known has placeholders; where there is no draft, token 0."""
+        if PLACEHOLDER_TOKEN_ID not in drafts:
+            return drafts
+        return [*request.draft_token_ids, *[0] * len(drafts)][: len(drafts)]
 
     # ---- a step
 
@@ -206,6 +222,9 @@ class StepRunner:
         """Add a step's tokens to the rows; returns them by request."""
         for row, token_ids in enumerate(sampled.token_ids):
             self.batch.append_output(row, token_ids)
+            num_drafts = len(self.batch.spec_token_ids[row])
+            if num_drafts:
+                self.batch.requests[row].verification = self._num_steps, num_drafts + 1 - len(token_ids)
         return {
             request.req_id: token_ids for request, token_ids in zip(self.batch.requests, sampled.token_ids, strict=True)
         }
@@ -224,11 +243,9 @@ class StepRunner:
             (runner.buffers.input_ids, runner.buffers.positions, state.hidden_states),
             state.context,
         ).tolist()
-        return {
-            request.req_id: [draft]
-            for request, draft, token_ids in zip(batch.requests, drafts, sampled_token_ids, strict=True)
-            if token_ids
-        }
+        for request, draft, token_ids in zip(batch.requests, drafts, sampled_token_ids, strict=True):
+            request.draft_token_ids = [draft] if token_ids else ()
+        return {request.req_id: request.draft_token_ids for request in batch.requests if request.draft_token_ids}
 
     def _sample(self, state: ExecuteModelState) -> SamplerOutput:
         metadata, spec = self.batch.sampling_metadata, state.inputs.spec_decode

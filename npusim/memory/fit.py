@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from npusim.memory.blocks import UNMAPPED, Block
 from npusim.memory.config_parser import SIZE_MAX
 from npusim.memory.free_list import FreeList
-from npusim.memory.pools import BlockPool
 from npusim.memory.rounding import MIN_BLOCK_BYTES, SMALL_BYTES
 from npusim.memory.state import AllocatorState
 
@@ -22,7 +22,13 @@ class BestFit:
             ``max_split_size_mb`` exclude each other, but both are in force after torch_npu has refused to add one.
         min_large_rest: The least rest for which a block of the large pool is split; of the small pool it is 512.
         alignment: Requests from 2 MiB start on a multiple of it where possible; 0: anywhere.
+        find: Given a free list and a size, the free block that a request of that size gets, which stays in its list;
+            None if none fits. It is the smallest that is large enough. Where segments are expandable, one that can
+            grow counts as large as it can become; where they are not any more, blocks of expandable segments are passed
+            over.
     """
+
+    find: Callable[[FreeList, int], Block | None]
 
     def __init__(self, state: AllocatorState) -> None:
         self._state: Final = state
@@ -40,33 +46,22 @@ class BestFit:
         self.split_limit = SIZE_MAX if self._expandable else config.max_split_size
         self.min_large_rest = MIN_BLOCK_BYTES if self._expandable else SMALL_BYTES + 1
         self.alignment = config.base_addr_aligned_size if self._expandable else 0
+        if self._tracks_ages or self.is_split_limited or self._met_expandable != self._expandable:
+            self.find = self._find_carefully
+        else:
+            self.find = _find_growing if self._expandable else FreeList.smallest_from
 
-    def find(self, pool: BlockPool, size: int, stream: int) -> Block | None:
-        """The free block that a request of ``size`` bytes gets, which stays in its pool; None if none fits.
-
-        It is the smallest that is large enough. Where segments are expandable, one that can grow counts as large as it
-        can become; where they are not any more, blocks of expandable segments are passed over.
-        """
+    def _find_carefully(self, free_list: FreeList, size: int) -> Block | None:
+        """As :attr:`find` does it under any settings."""
         if self._tracks_ages:
-            pool.searches += 1
-        free_list = pool.free_lists.get(stream)
-        if free_list is None:
-            return None
-        block = free_list.smallest_from(size)
-        if block is None:
-            return None
+            free_list.pool.searches += 1
         if self._expandable:
-            after = block.next
-            if after is not None and after.state == UNMAPPED:
-                block = _less_growing(free_list, block)
-        elif self._met_expandable:
-            while block.segment is not None:
+            block = _find_growing(free_list, size)
+        else:
+            block = free_list.smallest_from(size)
+            while block is not None and block.segment is not None:
                 block = free_list.next_after(block)
-                if block is None:
-                    return None
-        if self.is_split_limited and self._is_oversize_for(block, size):
-            return None
-        return block
+        return None if block is None or self._is_oversize_for(block, size) else block
 
     def _is_oversize_for(self, block: Block, size: int) -> bool:
         limit = self.max_split_size
@@ -80,11 +75,20 @@ class BestFit:
         if front_bytes + size > block.size:
             return block
         free_list = block.free_list
-        free_list.remove(block)
-        aligned = block.cut_back(block.size - front_bytes)
+        free_bytes = block.size
+        aligned = block.cut_back(free_bytes - front_bytes)
+        free_list.replace(free_bytes, block.address, aligned)
         free_list.add(block)
-        free_list.add(aligned)
         return aligned
+
+
+def _find_growing(free_list: FreeList, size: int) -> Block | None:
+    block = free_list.smallest_from(size)
+    if block is not None:
+        after = block.next
+        if after is not None and after.state == UNMAPPED:
+            return _less_growing(free_list, block)
+    return block
 
 
 def _less_growing(free_list: FreeList, block: Block) -> Block:

@@ -85,7 +85,7 @@ class Growth:
             raise ExhaustedError(size, size)
         if config.multi_stream_lazy_reclaim and not reaped and not state.in_capture:
             self._pending.reap()
-            block = self._fit.find(pool, size, stream)
+            block = self._fit.find(pool.free_list(stream), size)
             if block is not None:
                 return block
         device_bytes = segment_bytes(
@@ -132,7 +132,8 @@ class Growth:
         if pool.owner is None:
             for private in self._state.pools.private.values():
                 if private.use_on_oom:
-                    block = self._fit.find(private.small if pool.is_small else private.large, size, stream)
+                    lent = private.small if pool.is_small else private.large
+                    block = self._fit.find(lent.free_list(stream), size)
                     if block is not None:
                         return block
         return None

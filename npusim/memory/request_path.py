@@ -32,6 +32,8 @@ from npusim.memory.statistics import Statistics
 from npusim.memory.versions import AllocatorVersion
 from npusim.memory.workspace import WorkspaceAllocator
 
+_BLOCK_MASK: Final = -MIN_BLOCK_BYTES
+
 OutOfMemoryObserver = Callable[[int, int, int, int], None]
 """Called with device, bytes asked of the device, the limit or else the device's total, and the device's free bytes."""
 
@@ -114,7 +116,7 @@ class RequestPath:
                 history.enter_request()
             reaped = self._growth.reap_before_search() if self._pending_blocks else False
             if self._divisions is None:
-                size = (num_bytes + self._round_up_bytes) & -MIN_BLOCK_BYTES
+                size = (num_bytes + self._round_up_bytes) & _BLOCK_MASK
             else:
                 size = round_to_power_of_two_division(num_bytes + self._pad_bytes, self._divisions)
             fit = self._fit
@@ -126,23 +128,24 @@ class RequestPath:
                 min_rest = fit.min_large_rest
             if self._scopes:
                 pool = self.pools.route(pool, stream)
-            block = fit.find(pool, size, stream)
+            free_list = pool.free_lists.get(stream) or pool.free_list(stream)
+            block = fit.find(free_list, size)
             if block is None:
                 block = self._growth.obtain(pool, size, stream, reaped=reaped)
-                pool = block.free_list.pool
+                free_list = block.free_list
+                pool = free_list.pool
             address = block.address
             if size >= ROUND_LARGE_BYTES and fit.alignment and address % fit.alignment:
                 block = fit.align(block, size)
                 address = block.address
             counters = pool.counters
-            free_list = block.free_list
             if block.size - size >= min_rest and size < fit.split_limit and not pool.no_split:
                 rest = block
                 is_whole = rest.prev is None and rest.next is None
-                free_list.remove(rest)
+                free_bytes = rest.size
                 block = rest.cut_front(size)
                 rest.searches = pool.searches
-                free_list.add(rest)
+                free_list.replace(free_bytes, address, rest)
                 if rest.segment is None:
                     if is_whole:
                         counters.add_inactive_splits(1)
@@ -230,15 +233,20 @@ class RequestPath:
         block.searches = pool.searches
         before, after = block.prev, block.next
         num_merged = 0
-        if before is not None and before.state == FREE:
-            num_merged = 1
-            free_list.remove(before)
-            block.absorb_before(before)
         if after is not None and after.state == FREE:
-            num_merged += 1
-            free_list.remove(after)
+            num_merged = 1
+            if before is not None and before.state == FREE:
+                num_merged = 2
+                free_list.remove(before)
+                block.absorb_before(before)
             block.absorb_after(after)
-        free_list.add(block)
+            free_list.replace(after.size, after.address, block)
+        elif before is not None and before.state == FREE:
+            num_merged = 1
+            block.absorb_before(before)
+            free_list.replace(before.size, before.address, block)
+        else:
+            free_list.add(block)
         if block.segment is None:
             if block.prev is not None or block.next is not None:
                 if num_merged != 1:

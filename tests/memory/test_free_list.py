@@ -29,10 +29,9 @@ def test_same_as_a_sorted_list() -> None:
         else:
             block = choices.choice(oracle)
             oracle.remove(block)
-            free_list.remove(block)
-            block.size = 512 * choices.randrange(1, 400)
+            size, block.size = block.size, 512 * choices.randrange(1, 400)
             oracle.add(block)
-            free_list.add(block)
+            free_list.replace(size, block.address, block)
         wanted = 512 * choices.randrange(1, 420)
         index = oracle.bisect_key_left((wanted, 0))
         assert free_list.smallest_from(wanted) is (oracle[index] if index < len(oracle) else None)

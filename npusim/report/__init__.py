@@ -1,1 +1,0 @@
-"""What a simulated device did, as series and pictures."""

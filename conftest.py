@@ -36,9 +36,13 @@ def _vllm_ascend() -> str | None:
     return None if is_there else "the package vllm_ascend is not installed"
 
 
-SIMULATED: dict[str, str | None] = dict.fromkeys(("lone_rank", "no_workspaces", "vllm_ascend", "xlite_double"))
-ON_THE_STUB = SIMULATED | {"values": "kernels of the stub CANN compute nothing"}
+SIMULATED: dict[str, str | None] = dict.fromkeys(("atb", "lone_rank", "no_workspaces", "vllm_ascend", "xlite_double"))
+ON_THE_STUB = SIMULATED | {
+    "atb": "operators of ATB are C++ classes, which the stub CANN has not",
+    "values": "kernels of the stub CANN compute nothing",
+}
 ON_A_CARD = {
+    "atb": None,
     "lone_rank": "collectives of a card wait for all ranks",
     "no_workspaces": "operators of a card have workspaces, which count in peaks",
     "vllm_ascend": _vllm_ascend(),

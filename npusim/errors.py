@@ -27,6 +27,10 @@ class RecordingError(NpusimError):
     """A file is no recording of a device, or one that cannot be used for what was asked; the text names it."""
 
 
+class MissingPackageError(NpusimError):
+    """A package that is not installed is needed for what was asked; the text says how to get it."""
+
+
 class UnmodelledCallError(NpusimError, NotImplementedError):
     """The vendor API was called in a way that the double does not model.
 

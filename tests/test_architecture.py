@@ -32,6 +32,7 @@ BELOW: dict[str, set[str]] = {
         "world",
         "xlite",
     },
+    "report": {"device", "errors", "memory"},
     "testing": {"device", "errors", "hccl", "hook", "installation", "memory", "torch_backend", "world"},
 }
 """Rooms of npusim, and what each may import besides itself."""
@@ -46,6 +47,7 @@ PACKAGES: dict[str, set[str]] = {
     "ops": {"numpy", "torch"},
     "xlite": {"numpy", "torch"},
     "vendor": {"acl", "numpy", "torch", "torch_npu", "triton", "xlite"},
+    "report": {"matplotlib"},
     "testing": {"_pytest", "pluggy", "pytest", "torch", "torch_npu"},
 }
 """Packages of others that a room may import."""

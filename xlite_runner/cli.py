@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from xlite_runner.audit.report import audit_json, print_audit
-from xlite_runner.audit.result import AuditResult
-from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
+from xlite_runner.config import ModelConfig, ProfilePolicy, RunnerConfig, check_and_update_config
 from xlite_runner.errors import XliteRunnerError
 from xlite_runner.flags import build_parser, overrides_from_flags
 from xlite_runner.report import print_report, to_json
-from xlite_runner.result import ProfileResult
 from xlite_runner.scenario import Scenario, load_scenario
-from xlite_runner.simulation import audit, handling, start
+from xlite_runner.serving.report import bench_to_json, print_bench_report
+from xlite_runner.serving.simulation import check_plot, draw, serve
+from xlite_runner.simulation import handling, start
 from xlite_runner.stages import STAGES
 
-UNSAFE = 1
+REQUESTS_FAILED = 1
 USAGE_ERROR = 2
 WIDTH_WITHOUT_TERMINAL = 160
 
@@ -31,52 +29,51 @@ WIDTH_WITHOUT_TERMINAL = 160
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``xlite-runner`` and return its exit code.
 
-    It is 0, 1 when an audit finds that serving takes more than was reserved, or 2 when the scenario cannot be run.
+    It is 0, 1 when a benchmark's requests did not all end with a result, or 2 when the scenario cannot be run.
     """
     options = build_parser().parse_args(arguments)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         scenario = load_scenario(options.scenario, overrides_from_flags(options))
-        policies = _policies(options, scenario)
+        policies = tuple(ProfilePolicy) if options.command == "compare" else (scenario.profile_policy,)
         with _warnings_shown(errors):
             config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
+        if options.command == "bench":
+            return _bench(options, scenario, config, errors)
         with _progress(errors, len(policies), shown=not options.no_progress) as advance:
-            if options.command == "audit":
-                (policy,) = policies
-                report = partial(_report_audit, audit(scenario, config, policy, on_stage=advance(policy.value)))
-            else:
-                results = [start(scenario, config, policy, on_stage=advance(policy.value)) for policy in policies]
-                report = partial(_report, results)
+            results = [start(scenario, config, policy, on_stage=advance(policy.value)) for policy in policies]
     except Exception as error:
         if not _is_users(error):
             raise
         for line in (f"xlite-runner: error: {error}", *getattr(error, "__notes__", ())):
             errors.print(line, markup=False)
         return USAGE_ERROR
-    return report(scenario, as_json=options.json)
-
-
-def _policies(options: argparse.Namespace, scenario: Scenario) -> tuple[ProfilePolicy, ...]:
-    if options.command != "compare":
-        return (scenario.profile_policy,)
-    before_and_after = (ProfilePolicy.RUNNABLE, ProfilePolicy.SKIP)
-    return (*before_and_after, ProfilePolicy.AUDITED) if options.audited else before_and_after
-
-
-def _report(results: Sequence[ProfileResult], scenario: Scenario, *, as_json: bool) -> int:
-    if as_json:
+    if options.json:
         print(to_json(results, scenario.model_dump(mode="json")))
     else:
         print_report(results, _output())
     return 0
 
 
-def _report_audit(result: AuditResult, scenario: Scenario, *, as_json: bool) -> int:
-    if as_json:
-        print(audit_json([result], scenario.model_dump(mode="json")))
+def _bench(options: Namespace, scenario: Scenario, config: RunnerConfig, errors: Console) -> int:
+    if options.plot is not None:
+        check_plot(options.plot)
+    policies = tuple(ProfilePolicy) if options.compare else (scenario.profile_policy,)
+    served = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shown = errors.is_terminal and not options.no_progress
+    with Progress(*columns, console=errors, transient=True, disable=not shown) as progress:
+        for policy in policies:
+            told = _BenchProgress(progress, policy.value)
+            served.append(serve(scenario, config, policy, on_stage=told.stage, on_requests=told.requests))
+    if options.plot is not None:
+        draw(options.plot, scenario, served)
+    results = [each.result for each in served]
+    if options.json:
+        print(bench_to_json(results, scenario.model_dump(mode="json"), detailed=scenario.bench.save_detailed), end="")
     else:
-        print_audit(result, _output())
-    return 0 if result.is_safe else UNSAFE
+        print_bench_report(results, _output())
+    return REQUESTS_FAILED if any(result.metrics.failed for result in results) else 0
 
 
 def _output() -> Console:
@@ -102,6 +99,26 @@ def _warnings_shown(errors: Console) -> Iterator[None]:
 
     with handling(Printer(logging.WARNING)):
         yield
+
+
+class _BenchProgress:
+    """One bar on stderr for each policy: its start-up, then the requests that have ended."""
+
+    def __init__(self, progress: Progress, policy: str) -> None:
+        self._progress = progress
+        self._policy = policy
+        self._task = progress.add_task(policy, total=None)
+        self._num_ended = -1
+
+    def stage(self, name: str) -> None:
+        self._progress.update(self._task, description=f"{self._policy}: {name}")
+
+    def requests(self, num_ended: int, num_requests: int) -> None:
+        if num_ended != self._num_ended:
+            self._num_ended = num_ended
+            self._progress.update(
+                self._task, description=f"{self._policy}: serving", completed=num_ended, total=num_requests
+            )
 
 
 @contextmanager

@@ -11,6 +11,18 @@ class ScenarioError(XliteRunnerError, ValueError):
     """A scenario (file or flags) cannot be run; the text names the key, its value and what is allowed."""
 
 
+class WorkloadError(XliteRunnerError, ValueError):
+    """A workload cannot be served: a setting or a line of a trace; the text names it and says what is allowed."""
+
+
+class NeverAdmittedError(XliteRunnerError, RuntimeError):
+    """A request needs more KV-cache blocks than there are."""
+
+
+class EngineDeadError(XliteRunnerError, RuntimeError):
+    """An error ended the engine; vLLM's name."""
+
+
 class UnsupportedModelError(XliteRunnerError, ValueError):
     """The model's architecture, or a value in its ``config.json``, has no implementation here."""
 

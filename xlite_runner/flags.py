@@ -11,6 +11,7 @@ from typing import Any
 
 from xlite_runner.config import ProfilePolicy
 from xlite_runner.scenario import SCENARIO_KEYS
+from xlite_runner.serving.flags import add_bench_flags, bench_overrides
 
 _DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 
@@ -21,17 +22,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="xlite-runner", description="Start the xlite runner on a scenario and report where the device memory goes."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    compare = _add_command(commands, "compare", "start once before and once after the fix, and show the difference")
-    compare.add_argument("--audited", action="store_true", default=False, help="start under policy audited, too")
-    profile = _add_command(commands, "profile", "start once under one profile policy")
-    audit = _add_command(commands, "audit", "start once, serve the worst cases, compare with what was reserved")
-    for command in (profile, audit):
-        command.add_argument(
-            "--profile-policy",
-            choices=[policy.value for policy in ProfilePolicy],
-            default=argparse.SUPPRESS,
-            help="what the profile run executes when xlite runs in full mode",
-        )
+    _add_command(commands, "compare", "start once under every profile policy and show the difference")
+    _add_policy_flag(_add_command(commands, "profile", "start once under one profile policy"))
+    bench = _add_command(commands, "bench", "serve the scenario's workload in virtual time")
+    _add_policy_flag(bench)
+    add_bench_flags(bench)
     return parser
 
 
@@ -43,7 +38,7 @@ def overrides_from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
         overrides["environment"] = dict(overrides["environment"])
     for table in ("additional_config", "speculative_config"):
         overrides |= given.get(table, {})
-    return overrides
+    return overrides | bench_overrides(given)
 
 
 def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -56,6 +51,15 @@ def _add_command(commands: Any, name: str, summary: str) -> argparse.ArgumentPar
     _add_engine_flags(parser.add_argument_group("engine, as in vLLM (override the scenario)"))
     _add_device_flags(parser.add_argument_group("device (override the scenario)"))
     return parser
+
+
+def _add_policy_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile-policy",
+        choices=[policy.value for policy in ProfilePolicy],
+        default=argparse.SUPPRESS,
+        help="what the profile run executes when xlite runs in full mode",
+    )
 
 
 def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
@@ -104,18 +108,6 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         type=_json_object("num_speculative_tokens"),
         metavar="JSON",
         help="e.g. '{\"num_speculative_tokens\": 1}'",
-    )
-    group.add_argument(
-        "--kv-transfer-config",
-        type=_json_object("kv_connector", "kv_role"),
-        metavar="JSON",
-        help='e.g. \'{"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"}\'',
-    )
-    group.add_argument(
-        "--audit",
-        type=_json_object("sampling", "fallback_paths", "sleep_level"),
-        metavar="JSON",
-        help='what serving may do, e.g. \'{"sampling": ["temperature", "top_p"]}\', see docs/audit.md',
     )
 
 

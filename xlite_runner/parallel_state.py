@@ -126,11 +126,15 @@ class GroupCoordinator:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """One rank's place in all groups. ``local_rank`` is the index of its device."""
+    """One rank's place in all groups. ``local_rank`` is the index of its device.
+
+    ``dp_cpu_group`` has the ranks of the data-parallel group, and is for tensors on the host; None for a lone replica.
+    """
 
     rank: int
     local_rank: int
     groups: Mapping[str, GroupCoordinator]
+    dp_cpu_group: dist.ProcessGroup | None = None
 
     @property
     def tp(self) -> GroupCoordinator:
@@ -162,12 +166,16 @@ def initialize_parallel_state(
     into being here; that happens at a group's first collective or :meth:`GroupCoordinator.hccl_comm_name`.
     """
     groups: dict[str, GroupCoordinator] = {}
+    dp_cpu_group = None
     for spec in group_specs(parallel_config, is_moe=is_moe):
         for ranks in spec.rank_lists:
             device_group = dist.new_group(list(ranks), backend="hccl", pg_options=_hccl_options(spec))
+            # Upstream gives every group a twin on the host; only this one's is used here.
+            cpu_group = dist.new_group(list(ranks), backend="gloo") if spec.name == "dp" and len(ranks) > 1 else None
             if rank in ranks:
                 groups[spec.name] = GroupCoordinator(spec.name, ranks, rank, device_group)
-    return ParallelState(rank, local_rank, groups)
+                dp_cpu_group = cpu_group or dp_cpu_group
+    return ParallelState(rank, local_rank, groups, dp_cpu_group)
 
 
 def _hccl_options(spec: GroupSpec) -> object:

@@ -13,6 +13,7 @@ import torch
 import torch_npu
 from torch import nn
 
+from xlite_runner.batch_execution import BatchExecution, BatchExecutionPlanner
 from xlite_runner.config import CUDAGraphMode, ProfilePolicy, RunnerConfig
 from xlite_runner.cudagraph_dispatcher import CudagraphDispatcher
 from xlite_runner.forward_context import (
@@ -79,6 +80,7 @@ class NPUModelRunner:
         if config.model.moe is not None:
             self.mc2_mask = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.bool, device=device)
         self.cudagraph_dispatcher = CudagraphDispatcher(config)
+        self.batch_execution = BatchExecutionPlanner(config, parallel, self.cudagraph_dispatcher)
         self.metadata_builder = AscendAttentionMetadataBuilder(device)
         self.drafter = MtpProposer(config, device) if config.speculative is not None else None
         self.model: Any = None
@@ -167,10 +169,12 @@ class NPUModelRunner:
         Raises:
             ValueError: The dispatcher says otherwise than ``cudagraph_runtime_mode``; upstream's text.
         """
-        if is_profile or cudagraph_runtime_mode is CUDAGraphMode.NONE:
-            mode, descriptor = CUDAGraphMode.NONE, BatchDescriptor(num_tokens)
-        else:
-            mode, descriptor = self.cudagraph_dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode)
+        execution = self.batch_execution.plan(
+            num_tokens,
+            uniform_decode=uniform_decode,
+            force_eager=is_profile or cudagraph_runtime_mode is CUDAGraphMode.NONE,
+        )
+        mode, descriptor = execution.mode, execution.descriptor
         if cudagraph_runtime_mode not in (None, mode):
             raise ValueError(
                 "Cudagraph runtime mode mismatch in dummy_run. "
@@ -182,7 +186,7 @@ class NPUModelRunner:
         ):
             query_len = self.config.uniform_decode_query_len if uniform_decode else None
             metadata = self._dummy_attn_metadata(num_tokens, query_len, descriptor, profile_seq_lens)
-        context = self.make_context(descriptor, metadata, mode, is_profile=is_profile)
+        context = self.make_context(execution, metadata, is_profile=is_profile)
         hidden_states = self.forward(context)
         if self.drafter is not None:
             num_reqs = min(num_tokens, self.config.scheduler.max_num_seqs)
@@ -198,9 +202,8 @@ class NPUModelRunner:
 
     def make_context(
         self,
-        descriptor: BatchDescriptor,
+        execution: BatchExecution,
         metadata: object | None,
-        cudagraph_runtime_mode: CUDAGraphMode,
         *,
         num_actual_tokens: int | None = None,
         is_profile: bool = False,
@@ -208,22 +211,22 @@ class NPUModelRunner:
         """The context of a step, whose positions are looked up here.
 
         Args:
-            descriptor: Shape with padding.
+            execution: How it is executed, and its shape with padding.
             metadata: Attention metadata by layer name; None if attention is not computed.
-            cudagraph_runtime_mode: NONE or FULL.
             num_actual_tokens: Tokens without padding; all if None.
             is_profile: The memory profile is being taken.
         """
-        positions = self.buffers.positions[: descriptor.num_tokens]
+        positions = self.buffers.positions[: execution.descriptor.num_tokens]
         cos, sin = self.cos_sin.update(self._cos_sin_cache, positions)
         return create_forward_context(
             self.config,
             self.device_type,
-            descriptor,
+            execution.descriptor,
             num_actual_tokens=num_actual_tokens,
+            max_tokens_across_dp=execution.max_tokens_across_dp,
             attn_metadata=metadata,
             in_profile_run=is_profile,
-            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            cudagraph_runtime_mode=execution.mode,
             reserved_mc2_mask=self.mc2_mask,
             cos=cos,
             sin=sin,
@@ -301,12 +304,7 @@ class NPUModelRunner:
         if block_size % KERNEL_BLOCK_SIZE:
             raise ValueError(f"No common block size for {block_size}. ")
         with torch.inference_mode():
-            self.kv_caches = allocate_kv_caches(
-                kv_cache_config,
-                self.dtype,
-                self.device,
-                aligned_for_transfer=self.config.cache.aligned_for_transfer,
-            )
+            self.kv_caches = allocate_kv_caches(kv_cache_config, self.dtype, self.device)
         bind_kv_caches(kv_cache_config, self.kv_caches, self.attention_layers)
 
     def drop_kv_cache(self) -> None:
@@ -355,11 +353,6 @@ class XliteModelRunner(NPUModelRunner):
         super().initialize_kv_cache(kv_cache_config)
         # xlite 0.1 refuses more layers than it has; the drafter's is behind them.
         self.model.register_kv_caches(self.kv_caches[: self.config.model.num_hidden_layers])
-
-    def drop_kv_cache(self) -> None:
-        """Let go of the KV cache, xlite too."""
-        super().drop_kv_cache()
-        self.model.register_kv_caches(())
 
     def _should_build_dummy_attn_metadata(
         self, *, force_attention: bool, is_profile: bool, cudagraph_runtime_mode: CUDAGraphMode

@@ -24,8 +24,12 @@ from pydantic import (
 )
 
 from xlite_runner.config import EngineArgs, ProfilePolicy
-from xlite_runner.config.engine_args import AuditArgs, KVTransferArgs, XliteGraphArgs
+from xlite_runner.config.engine_args import XliteGraphArgs
 from xlite_runner.errors import ScenarioError
+from xlite_runner.serving.faults import Fault
+from xlite_runner.serving.metrics import BenchOptions, Goodput
+from xlite_runner.serving.sampling_params import SamplingParams
+from xlite_runner.serving.workload import Workload
 from xlite_runner.validation import did_you_mean, explain
 
 BytesPerRank = int | tuple[int, ...]
@@ -93,6 +97,9 @@ class Scenario(EngineArgs):
     total_memory_bytes: Annotated[BytesPerRank | None, PlainValidator(_parse_total_memory)] = None
     free_memory_bytes: Annotated[dict[ProfilePolicy, BytesPerRank] | None, PlainValidator(_parse_free_memory)] = None
     other_processes: list[OtherProcess] = Field(default_factory=list)
+    workload: Workload = Workload()
+    bench: BenchOptions = BenchOptions()
+    faults: list[Fault] = Field(default_factory=list)
 
     @property
     def num_ranks(self) -> int:
@@ -104,14 +111,8 @@ class Scenario(EngineArgs):
         return _of_rank(self.total_memory_bytes, rank)
 
     def free_memory_of(self, rank: int, policy: ProfilePolicy) -> int | None:
-        """Memory free on a rank's device when the start-up takes its first snapshot, or None: as the profile says.
-
-        Under policy ``audited`` it is as under ``skip``, unless the scenario says otherwise.
-        """
-        by_policy = self.free_memory_bytes or {}
-        if policy is ProfilePolicy.AUDITED and policy not in by_policy:
-            policy = ProfilePolicy.SKIP
-        return _of_rank(by_policy.get(policy), rank)
+        """Memory free on a rank's device when the start-up takes its first snapshot, or None: as the profile says."""
+        return _of_rank((self.free_memory_bytes or {}).get(policy), rank)
 
     def other_processes_of(self, rank: int) -> list[OtherProcess]:
         """The foreign processes on a rank's device."""
@@ -132,6 +133,9 @@ class Scenario(EngineArgs):
                 raise ValueError(
                     f"{key} has {len(value)} entries: allowed is one for each of the {self.num_ranks} ranks"
                 )
+        for fault in self.faults:
+            if fault.rank >= self.num_ranks:
+                raise ValueError(f"faults: rank = {fault.rank}: allowed are 0 to {self.num_ranks - 1}")
         for process in self.other_processes:
             if process.rank is not None and process.rank >= self.num_ranks:
                 raise ValueError(
@@ -153,7 +157,7 @@ class Scenario(EngineArgs):
 
 
 SCENARIO_KEYS = tuple(Scenario.model_fields)
-_TABLES = (XliteGraphArgs, KVTransferArgs, AuditArgs, OtherProcess)
+_TABLES = (XliteGraphArgs, OtherProcess, Workload, SamplingParams, BenchOptions, Goodput, Fault)
 _KNOWN_KEYS = (*SCENARIO_KEYS, *(key for table in _TABLES for key in table.model_fields))
 
 
@@ -161,7 +165,7 @@ def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Sce
     """Read a scenario file.
 
     Args:
-        path: The TOML file; the model's path in it is relative to the file.
+        path: The TOML file; paths in it are relative to the file.
         overrides: Keys that replace those of the file. Tables are merged key by key.
 
     Raises:
@@ -169,16 +173,23 @@ def load_scenario(path: Path, overrides: Mapping[str, Any] | None = None) -> Sce
             names each, and suggests the key that may have been meant.
     """
     values = _read_toml(path)
-    if isinstance(values.get("model"), str):
-        values["model"] = path.parent / values["model"]
-    for key, value in (overrides or {}).items():
-        mergeable = isinstance(value, Mapping) and isinstance(values.get(key), Mapping)
-        values[key] = {**values[key], **value} if mergeable else value
+    for table, key in ((values, "model"), (values.get("workload"), "dataset_path")):
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = path.parent / table[key]
+    values = _merged(values, overrides or {})
     try:
         return Scenario.model_validate(values)
     except ValidationError as error:
         where = f"{path}, with the settings of the command line" if overrides else str(path)
         raise ScenarioError(f"{where}: {explain(error, _KNOWN_KEYS)}") from None
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in overrides.items():
+        mergeable = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if mergeable else value
+    return merged
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

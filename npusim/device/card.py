@@ -30,6 +30,7 @@ class Card:
         host_costs: What launching work costs the host.
 
     Attributes:
+        collective_delay_ns: How late it comes to its next HCCL collective.
         slowdown: Every kernel takes so many times as long as the profile says; for a device that is slower than others.
 
     Raises:
@@ -60,6 +61,7 @@ class Card:
         self.costs = CostModel(profile)
         self.host_costs = host_costs
         self.slowdown = 1.0
+        self.collective_delay_ns = 0
         self._launched_operator = False
         self.other_processes = self._admit(other_processes or {}, free_bytes)
 
@@ -110,6 +112,15 @@ class Card:
         if not 0 < factor < math.inf:
             raise WorldError(f"device {self.index}: a slowdown must be a positive number, got {factor}")
         self.slowdown = factor
+
+    def delay_next_collective(self, duration_ns: int) -> None:
+        """The device comes so late to its next HCCL collective."""
+        self.collective_delay_ns = duration_ns
+
+    def take_collective_delay(self) -> int:
+        """How late the device comes to the collective that it goes to now."""
+        delay_ns, self.collective_delay_ns = self.collective_delay_ns, 0
+        return delay_ns
 
     def copy(self, stream: int, duration_ns: int, *, waits: bool) -> None:
         """The host queues a copy from or to its memory.

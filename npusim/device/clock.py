@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import simpy
 
+from npusim.device.moments import latest
 from npusim.errors import WorldError
 
 NS_PER_US: Final = 1_000
@@ -64,18 +65,23 @@ class Clock:
 
     def wait_until(self, time_ns: int) -> None:
         """The process' host waits until then; not at all if that is past."""
-        if time_ns > self._now_ns[self.process]:
-            self._now_ns[self.process] = time_ns
+        self._now_ns[self.process] = latest(self._now_ns[self.process], time_ns)
+
+    def replace(self, times_ns: Mapping[int, int]) -> None:
+        """Give processes other objects for their times of now (:mod:`npusim.device.moments`)."""
+        assert all(self._now_ns[process] == time_ns for process, time_ns in times_ns.items())
+        self._now_ns.update(times_ns)
 
     def start_together(self, num_processes: int) -> None:
         """Processes 0 to ``num_processes`` - 1 are told to do something: they begin no earlier than the caller is."""
         now_ns = self.now_ns
         for process in range(num_processes):
-            self._now_ns[process] = max(now_ns, self._now_ns[process])
+            self._now_ns[process] = latest(now_ns, self._now_ns[process])
 
     def end_together(self, num_processes: int) -> None:
         """The caller waits for what they answer."""
-        self.wait_until(max(self._now_ns[process] for process in range(num_processes)))
+        for process in range(num_processes):
+            self.wait_until(self._now_ns[process])
 
 
 class HostClock:

@@ -59,12 +59,14 @@ class Ledger:
     Attributes:
         used_bytes: In use now.
         peak_bytes: Most in use since the start, or since :meth:`reset_peak`.
+        num_changes: Holdings taken and given back so far.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes: Final = capacity_bytes
         self.used_bytes = 0
         self.peak_bytes = 0
+        self.num_changes = 0
         self._entries: dict[int, LedgerEntry] = {}
         self._next_id = 1
         self._sums: dict[_Kind, int] = {}
@@ -93,6 +95,7 @@ class Ledger:
         kind = (owner, label, grade, source)
         self._sums[kind] = self._sums.get(kind, 0) + num_bytes
         self.used_bytes += num_bytes
+        self.num_changes += 1
         if self.used_bytes > self.peak_bytes:
             self.peak_bytes = self.used_bytes
             self._peak_sums = None
@@ -109,19 +112,21 @@ class Ledger:
             self._peak_sums = dict(self._sums)
         self._sums[entry.owner, entry.label, entry.grade, entry.source] -= entry.num_bytes
         self.used_bytes -= entry.num_bytes
+        self.num_changes += 1
 
     def reset_peak(self) -> None:
         """Let the peak start anew from what is in use now."""
         self.peak_bytes = self.used_bytes
         self._peak_sums = None
 
-    def holdings(self) -> tuple[LedgerEntry, ...]:
-        """Who holds the bytes in use: one entry per owner and label, without those that hold nothing."""
-        return _entries(self._sums)
-
     def peak_holdings(self) -> tuple[LedgerEntry, ...]:
-        """The same for the moment when most were in use."""
-        return _entries(self._sums if self._peak_sums is None else self._peak_sums)
+        """Who held the bytes when most were in use: one entry per owner and label, without those that held nothing."""
+        sums = self._sums if self._peak_sums is None else self._peak_sums
+        return tuple(
+            LedgerEntry(owner, label, num_bytes, grade, source)
+            for (owner, label, grade, source), num_bytes in sums.items()
+            if num_bytes
+        )
 
     def entries(self) -> tuple[LedgerEntry, ...]:
         """All holdings, oldest first."""
@@ -130,14 +135,6 @@ class Ledger:
     def bytes_by_owner(self) -> dict[Owner, int]:
         """Sum of bytes per kind of owner, in the order of :class:`Owner`, without those that own nothing."""
         sums = dict.fromkeys(Owner, 0)
-        for entry in self._entries.values():
-            sums[entry.owner] += entry.num_bytes
+        for (owner, _, _, _), num_bytes in self._sums.items():
+            sums[owner] += num_bytes
         return {owner: num_bytes for owner, num_bytes in sums.items() if num_bytes}
-
-
-def _entries(sums: dict[_Kind, int]) -> tuple[LedgerEntry, ...]:
-    return tuple(
-        LedgerEntry(owner, label, num_bytes, grade, source)
-        for (owner, label, grade, source), num_bytes in sums.items()
-        if num_bytes
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from npusim.device.clock import NS_PER_US, Clock
+from npusim.device.moments import Moment, latest
 from npusim.errors import WorldError
 
 
@@ -58,7 +59,7 @@ class Streams:
         """When work that is queued now would start; since the capture's beginning on a stream that is captured."""
         if stream in self._captured_ns:
             return self._captured_ns[stream]
-        return max(self._clock.now_ns, self._busy(stream))
+        return latest(self._clock.now_ns, self._busy(stream))
 
     def enqueue(self, stream: int, duration_ns: int, *, not_before_ns: int = 0) -> None:
         """Queue work that takes ``duration_ns`` once everything queued before it is done.
@@ -71,7 +72,7 @@ class Streams:
         if self._captured_ns and stream in self._captured_ns:
             self._captured_ns[stream] = max(not_before_ns, self._captured_ns[stream]) + duration_ns
         else:
-            start_ns = max(not_before_ns, self._clock.now_ns, self._busy(stream))
+            start_ns = latest(not_before_ns, latest(self._clock.now_ns, self._busy(stream)))
             self._busy_until_ns[stream] = start_ns + duration_ns
 
     def correct(self, stream: int, change_ns: int) -> None:
@@ -87,7 +88,7 @@ class Streams:
             if event.capture == self._capture:
                 self._captured_ns[stream] = max(self._captured_ns.get(stream, 0), event.time_ns)
         elif stream not in self._captured_ns:  # what was recorded before a capture is done before its replay
-            self._busy_until_ns[stream] = max(self._busy(stream), event.time_ns)
+            self._busy_until_ns[stream] = latest(self._busy(stream), event.time_ns)
 
     def record_event(self, stream: int) -> StreamEvent:
         """An event behind everything queued on ``stream`` now."""
@@ -109,12 +110,29 @@ class Streams:
 
     def synchronize_device(self) -> None:
         """The host waits until every stream is idle."""
-        self._clock.wait_until(max(self._busy_until_ns.values()))
+        for time_ns in self._busy_until_ns.values():
+            self._clock.wait_until(time_ns)
 
     def delay(self, duration_ns: int) -> None:
         """All streams stand still for so long from now on, or from when their work would have been done."""
         for stream in self._busy_until_ns:
             self._busy_until_ns[stream] = max(self._clock.now_ns, self._busy(stream)) + duration_ns
+
+    @property
+    def idle_from_ns(self) -> int:
+        """When everything queued so far is done."""
+        return max(self._busy_until_ns.values())
+
+    def occupy_until(self, stream: int, time_ns: int) -> None:
+        """A stream is busy until then, at least."""
+        self._busy_until_ns[stream] = max(self._busy(stream), time_ns)
+
+    def take_moments(self) -> list[tuple[int, Moment]]:
+        """Streams whose times are moments, which become numbers."""
+        moments = [(stream, time) for stream, time in self._busy_until_ns.items() if isinstance(time, Moment)]
+        for stream, moment in moments:
+            self._busy_until_ns[stream] = int(moment)
+        return moments
 
     def begin_capture(self, stream: int) -> None:
         """Work on ``stream`` is recorded from now on and does not run, as is that of streams that wait for it."""

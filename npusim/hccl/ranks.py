@@ -8,9 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Generic, TypeVar
 
 from npusim.device.clock import Clock
+from npusim.device.moments import latest
 from npusim.errors import CollectiveMismatchError, RankMissingError, WorldError
 
 T = TypeVar("T")
@@ -40,9 +42,10 @@ class Arrival:
     def join(arrivals: Sequence[Arrival]) -> None:
         """All have arrived."""
         times = [arrival.time_ns for arrival in arrivals]
+        last = reduce(latest, times)
         slowdown = max(arrival.slowdown for arrival in arrivals)
         for arrival in arrivals:
-            arrival.time_ns, arrival.slowdown, arrival.spread_ns = max(times), slowdown, max(times) - min(times)
+            arrival.time_ns, arrival.slowdown, arrival.spread_ns = last, slowdown, last - min(times)
 
 
 class _Meeting(Generic[P]):

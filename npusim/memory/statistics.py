@@ -28,6 +28,15 @@ _EVENT_COUNTS: Final = ("num_alloc_retries", "num_ooms")
 _EXTRA_EVENT_COUNTS: Final = ("num_sync_all_streams", "num_device_alloc", "num_device_free", "num_oom_rejections")
 
 
+_RISES: Final = (
+    "allocations_rises",
+    "allocated_bytes_rises",
+    "requested_bytes_rises",
+    "inactive_splits_rises",
+    "inactive_split_bytes_rises",
+)
+
+
 class Stat:
     """One statistic that changes rarely: its current value, its peak, and the sums of its rises and falls."""
 
@@ -80,6 +89,17 @@ class Peaks:
             max(self.allocations_peak, self.pending_active_peak),
             max(self.allocated_bytes_peak, self.pending_active_bytes_peak),
         )
+
+    def figures(self) -> Figures:
+        """Rises and peaks, for :class:`Recording`."""
+        return (), tuple(getattr(self, name) for name in Peaks.__slots__)
+
+    def raise_by(self, rises: tuple[int, ...], peaks: tuple[int, ...]) -> None:
+        """Let rises go on by these, and peaks be no lower than these."""
+        del rises
+        for name, peak in zip(Peaks.__slots__, peaks, strict=True):
+            if peak > getattr(self, name):
+                setattr(self, name, peak)
 
     def reset_peaks(self, currents: SevenFigures) -> None:
         """Let the peaks start anew from the current values."""
@@ -175,6 +195,16 @@ class PoolCounters(Peaks):
         both.pending_active_peak = max(both.pending_active_peak, active)
         both.pending_active_bytes_peak = max(both.pending_active_bytes_peak, active_bytes)
 
+    def figures(self) -> Figures:
+        """Rises and peaks, for :class:`Recording`."""
+        return tuple(getattr(self, name) for name in _RISES), super().figures()[1]
+
+    def raise_by(self, rises: tuple[int, ...], peaks: tuple[int, ...]) -> None:
+        """Let rises go on by these, and peaks be no lower than these."""
+        super().raise_by((), peaks)
+        for name, rise in zip(_RISES, rises, strict=False):
+            setattr(self, name, getattr(self, name) + rise)
+
     def currents(self) -> SevenFigures:
         """The current values."""
         return (
@@ -208,6 +238,47 @@ class PoolCounters(Peaks):
         self._bases = self.currents()
         self.allocations_rises = self.allocated_bytes_rises = self.requested_bytes_rises = 0
         self.inactive_splits_rises = self.inactive_split_bytes_rises = 0
+
+
+Figures = tuple[tuple[int, ...], tuple[int, ...]]
+"""Rises and peaks of one class of pools, in the order of their slots."""
+
+Effect = tuple[Figures, Figures, Figures]
+"""What a recorded interval did to the figures of the small pool, the large pool and both: rises, and its own peaks."""
+
+
+class Recording:
+    """An interval in which the allocator's requests are recorded; made by :meth:`Statistics.record`."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._before = self._figures()
+        self._others = self._rare()
+
+    def effect(self) -> Effect | None:
+        """End the interval; None if it cannot be repeated, since it changed what is current, or something rare."""
+        statistics, after = self._statistics, self._figures()
+        counters = (statistics.small, statistics.large, statistics.both)
+        for each, (_, peaks) in zip(counters, self._before, strict=True):
+            each.raise_by((), peaks)
+        if self._others != self._rare():
+            return None
+        small, large, both = (
+            (tuple(new - old for new, old in zip(rises, rises_before, strict=True)), peaks)
+            for (rises, peaks), (rises_before, _) in zip(after, self._before, strict=True)
+        )
+        return small, large, both
+
+    def _figures(self) -> Effect:
+        statistics = self._statistics
+        small, large, both = (each.figures() for each in (statistics.small, statistics.large, statistics.both))
+        return small, large, both
+
+    def _rare(self) -> tuple[object, ...]:
+        statistics = self._statistics
+        stats = [(s.current, s.allocated, s.freed) for s in statistics._stats().values()]
+        events = [getattr(statistics, name) for name in _EVENT_COUNTS + _EXTRA_EVENT_COUNTS]
+        return statistics.small.currents(), statistics.large.currents(), stats, events
 
 
 class Statistics:
@@ -275,6 +346,20 @@ class Statistics:
             stat.reset_accumulated()
         self.num_alloc_retries = self.num_ooms = 0
         self.num_sync_all_streams = self.num_device_alloc = self.num_device_free = self.num_oom_rejections = 0
+
+    def record(self) -> Recording:
+        """Begin to record what happens from now on to the figures that change with every request.
+
+        Peaks start anew; :meth:`Recording.effect` restores those of before.
+        """
+        recording = Recording(self)
+        self.reset_peaks()
+        return recording
+
+    def repeat(self, effect: Effect) -> None:
+        """Change the figures as a recorded effect did, which left what is current as it was."""
+        for counters, (rises, peaks) in zip((self.small, self.large, self.both), effect, strict=True):
+            counters.raise_by(rises, peaks)
 
     def as_dict(self) -> dict[str, int]:
         """The values under the keys of ``torch.npu.memory_stats()``, sorted by key."""

@@ -392,7 +392,7 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class kno
         streams, stream = runtime.card.streams, self._handle(runtime)
         streams.wait_event(stream, streams.record_event(runtime.current_stream()))
         runtime.capture_group(self)
-        return Arrival(streams.ready_ns(stream))
+        return Arrival(streams.ready_ns(stream) + runtime.card.take_collective_delay())
 
     def _operate(self, runtime: DeviceRuntime, call: str, num_bytes: int, arrival: Arrival) -> None:
         """Run on the communicator's stream from when all ranks are ready, before what the current one gets then."""

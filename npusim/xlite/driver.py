@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from npusim.device.ledger import Grade, Owner
+from npusim.device.moments import OpenDuration
 from npusim.device.profile import Fact
 from npusim.hccl.ranks import Arrival
 from npusim.torch_backend.registration import platform
@@ -15,7 +16,7 @@ from npusim.torch_backend.values import RealValues
 from npusim.xlite.config import DeviceFacts
 from npusim.xlite.outside_pool import OutsideAllocation
 from npusim.xlite.rank_model import RankModel
-from npusim.xlite.work import Lengths, forward_ns
+from npusim.xlite.work import ForwardTime, Lengths
 
 POOL_SOURCE = "xlite csrc/runtime.cpp: one aclrtMalloc of size << 20"
 
@@ -128,7 +129,8 @@ class SimulatedDriver:
             replica, tp_rank = divmod(model.rank, model.tp.size)
             ranks.arrive(("xlite TP", replica), tp_rank, model.tp.size, "xlite forward", arrival)
             ranks.arrive(("xlite DP", tp_rank), replica, model.dp.size, "xlite forward", arrival)
-        duration_ns = forward_ns(model, card.costs, lengths)
+        forward_time = ForwardTime(model, card.costs)
+        duration_ns = OpenDuration(forward_time(lengths), lambda lens, cached: forward_time(Lengths(lens, cached)))
         card.launch("xlite", stream, duration_ns, not_before_ns=arrival.time_ns, slowdown=arrival.slowdown)
 
     def forget(self, target: torch.Tensor) -> None:

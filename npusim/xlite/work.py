@@ -54,16 +54,42 @@ class Lengths:
         return sum(n * (n + 1) // 2 + n * cached for n, cached in zip(self.lens, self.cached_lens, strict=True))
 
 
-def forward_ns(model: RankModel, costs: CostModel, batch: Lengths) -> int:
-    """Duration of one pass on one rank, once all ranks of its groups have arrived. Grade: calibrated, docs/time.md."""
-    layers = model.config.n_layers
-    dense = model.config.n_dense_layers
-    total = _duration(_embedding(model, batch), costs)
-    total += layers * _duration(_attention(model, batch), costs)
-    total += dense * _duration(_dense_ffn(model, batch), costs)
-    if layers > dense:
-        total += (layers - dense) * _duration(_moe_ffn(model, batch), costs)
-    return total
+class ForwardTime:
+    """Duration of a pass on one rank, once all ranks of its groups have arrived. Grade: calibrated, docs/time.md.
+
+    Only attention's own kernels know how long sequences are; the rest is computed once for each number of new tokens.
+
+    Args:
+        model: The rank's model.
+        costs: Of its device.
+    """
+
+    def __init__(self, model: RankModel, costs: CostModel) -> None:
+        self._model = model
+        self._costs = costs
+        self._rest_ns: dict[int, int] = {}
+
+    def __call__(self, batch: Lengths) -> int:
+        """Nanoseconds of a pass over requests of these lengths."""
+        num_tokens = batch.num_tokens
+        if num_tokens not in self._rest_ns:
+            self._rest_ns[num_tokens] = self._without_attention(batch)
+        attention = (item for item in _attention(self._model, batch) if _knows_lengths(item))
+        return self._rest_ns[num_tokens] + self._model.config.n_layers * _duration(attention, self._costs)
+
+    def _without_attention(self, batch: Lengths) -> int:
+        model, costs = self._model, self._costs
+        layers, dense = model.config.n_layers, model.config.n_dense_layers
+        total = _duration(_embedding(model, batch), costs)
+        total += layers * _duration((i for i in _attention(model, batch) if not _knows_lengths(i)), costs)
+        total += dense * _duration(_dense_ffn(model, batch), costs)
+        if layers > dense:
+            total += (layers - dense) * _duration(_moe_ffn(model, batch), costs)
+        return total
+
+
+def _knows_lengths(item: Item) -> bool:
+    return isinstance(item, Work) and item.unit is Unit.ATTENTION
 
 
 def _duration(items: Iterator[Item], costs: CostModel) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from xlite_runner.batch_execution import BatchExecution
 from xlite_runner.config import CUDAGraphMode, EngineArgs, ModelConfig, check_and_update_config
 from xlite_runner.errors import KVCacheError, UnsupportedDeviceError
 from xlite_runner.forward_context import AscendDeviceType, BatchDescriptor
@@ -97,7 +98,8 @@ def run_step(runner, state, requests, query_lens):
 
 def call_model(runner, num_tokens, metadata):
     with torch.inference_mode():
-        return runner.forward(runner.make_context(BatchDescriptor(num_tokens), metadata, CUDAGraphMode.NONE)).cpu()
+        execution = BatchExecution(CUDAGraphMode.NONE, BatchDescriptor(num_tokens), num_tokens)
+        return runner.forward(runner.make_context(execution, metadata)).cpu()
 
 
 def whole_sequence(runner, request, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from xlite_runner.config.environment import ENVIRONMENT_VARIABLES
 from xlite_runner.errors import ScenarioError
 from xlite_runner.flags import build_parser, overrides_from_flags
 from xlite_runner.scenario import Scenario, load_scenario
+from xlite_runner.serving.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -163,8 +166,6 @@ def test_flags_are_vllms() -> None:
     """)
     flags += ["--additional-config", '{"xlite_graph_config": {"full_mode": true}}']
     flags += ["--speculative-config", '{"num_speculative_tokens": 1}']
-    flags += ["--kv-transfer-config", '{"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}']
-    flags += ["--audit", '{"sampling": ["top_p"]}']
     overrides = overrides_of(*flags)
     assert overrides == {
         "model": Path("other.json"),
@@ -196,10 +197,68 @@ def test_flags_are_vllms() -> None:
         "other_processes": [{"name": "train", "memory_bytes": 5}],
         "xlite_graph_config": {"full_mode": True},
         "num_speculative_tokens": 1,
-        "kv_transfer_config": {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"},
-        "audit": {"sampling": ["top_p"]},
     }
-    assert overrides.keys() == Scenario.model_fields.keys()
+    assert overrides.keys() == Scenario.model_fields.keys() - {"workload", "bench", "faults"}  # bench has those
+
+
+def test_flags_of_a_benchmark_are_vllms(tmp_path: Path) -> None:
+    flags = shlex.split("""
+        --dataset-name timed_trace --dataset-path t.jsonl --num-prompts 5 --workload-seed 6 --request-rate inf
+        --burstiness 0.5 --max-concurrency 7 --ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 2.5
+        --random-input-len 8 --random-output-len 9 --random-range-ratio 0.25 --random-prefix-len 10
+        --timed-trace-chunk-hash-size 512 --timed-trace-sec-multiplier 0.001 --timed-trace-label-timestamp at
+        --timed-trace-label-input-length in --timed-trace-label-output-length out --timed-trace-label-hash-ids ids
+        --temperature 0.7 --top-p 0.9 --top-k 20 --min-p 0.1 --no-ignore-eos
+        --goodput ttft:500 tpot:50.5 e2el:9000 --metric-percentiles 50,99.9 --save-detailed --survives-errors
+    """)
+    overrides = overrides_from_flags(build_parser().parse_args(["bench", "s.toml", *flags]))
+    assert overrides["workload"].keys() == Workload.model_fields.keys()
+    assert overrides["bench"] == {
+        "goodput": {"ttft": 500.0, "tpot": 50.5, "e2el": 9000.0},
+        "metric_percentiles": [50.0, 99.9],
+        "save_detailed": True,
+        "survives_errors": True,
+    }
+    del overrides["workload"]["request_rate"]  # does not go with a ramp-up
+    scenario = load(tmp_path, MINIMAL + "[workload]\nseed = 1\n[workload.sampling]\nmin_tokens = 2\n", **overrides)
+    assert scenario.workload.seed == 6
+    assert scenario.workload.sampling.min_tokens == 2
+    assert not scenario.workload.sampling.ignore_eos
+    assert scenario.workload.dataset_path == Path("t.jsonl")
+    assert scenario.bench.metric_percentiles == (50.0, 99.9)
+
+
+def test_workload_of_a_file(tmp_path: Path) -> None:
+    text = '[workload]\ndataset_name = "azure"\ndataset_path = "day/trace.csv"\nrequest_rate = inf\n'
+    scenario = load(tmp_path, MINIMAL + text + "[bench.goodput]\nttft = 200\n")
+    assert scenario.workload.dataset_path == tmp_path / "day" / "trace.csv"
+    assert scenario.bench.goodput.ttft == 200
+    assert (
+        json.loads(json.dumps(scenario.model_dump(mode="json"), allow_nan=False))["workload"]["request_rate"] == "inf"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[workload]\nrequest_rat = 1.0\n", 'unknown key "workload.request_rat"; did you mean "request_rate"?'),
+        ("[workload]\nburstiness = 0\n", "workload.burstiness = 0: Input should be greater than 0"),
+        ('[workload]\ndataset_name = "sonnet"\n', "workload.dataset_name = 'sonnet': Input should be 'random'"),
+        ('[workload]\ndataset_name = "azure"\n', 'missing key "dataset_path"'),
+        (
+            "[workload.sampling]\ntop_p = 1.5\n",
+            "workload.sampling.top_p = 1.5: Input should be less than or equal to 1",
+        ),
+        ("[bench.goodput]\nitl = 5\n", 'unknown key "bench.goodput.itl"'),
+        ("[[faults]]\nat = 1\n", "faults: nothing happens at 1: needs one of other_process_bytes, slowdown, coll"),
+        ("[[faults]]\nat = -1\nslowdown = 2\n", "faults.0.at = -1: Input should be greater than or equal to 0"),
+        ("[[faults]]\nat = 1\nslowdown = 2\nrank = 1\n", "faults: rank = 1: allowed are 0 to 0"),
+        ("[bench]\nmetric_percentiles = [101]\n", "bench.metric_percentiles.0 = 101: Input should be less than"),
+    ],
+)
+def test_refused_workloads(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ScenarioError, match=re.escape(message)):
+        load(tmp_path, MINIMAL + text)
 
 
 @pytest.mark.parametrize(

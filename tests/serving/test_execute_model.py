@@ -14,7 +14,6 @@ from xlite_runner.serving.sampling_params import SamplingParams
 
 told = pytest.mark.npu_settings(told_values=ToldTokens(DENSE["vocab_size"]))
 MASK_BYTES = (4 << 20) + 512  # torch_npu adds 32 bytes to each block, and rounds to 512
-pytestmark = pytest.mark.sim_only("tokens are told, not computed")
 
 
 def prefill_and_decode(execute, num_reqs, prompt=4, **params):
@@ -44,6 +43,7 @@ def test_full_mode_sends_every_step_to_xlite(make_worker, routes):
 
 
 @told
+@pytest.mark.needs("atb")
 def test_decode_only_mode_sends_mixed_steps_to_the_model(make_worker, routes):
     execute = make_worker(xlite=DECODE_ONLY).execute_model
     clients = prefill_and_decode(execute, 2)
@@ -55,6 +55,7 @@ def test_decode_only_mode_sends_mixed_steps_to_the_model(make_worker, routes):
 
 
 @told
+@pytest.mark.needs("values")
 def test_inputs_of_a_mixed_step(make_worker):
     """Decodes come first; positions go on from what is cached; slots follow the block table."""
     worker = make_worker()
@@ -110,6 +111,7 @@ def test_a_step_without_requests_does_nothing(make_worker):
 
 
 @told
+@pytest.mark.sim_only("a card computes everything")
 def test_what_nobody_computed_and_nobody_told_cannot_be_read(npu_world):
     from npusim.errors import UncomputedValueError
 
@@ -120,6 +122,7 @@ def test_what_nobody_computed_and_nobody_told_cannot_be_read(npu_world):
 
 
 @told
+@pytest.mark.needs("atb")
 def test_decode_steps_replay_graphs_padded_to_their_size(make_worker):
     """Xlite off: three decodes run in the graph of four, the fourth of which reads and writes the null block."""
     worker = make_worker(xlite=OFF, enforce_eager=False)
@@ -146,6 +149,7 @@ def test_a_replica_without_requests_takes_part(make_worker, xlite, routes):
 
 
 @told
+@pytest.mark.needs("ledger")
 def test_first_step_takes_what_stays(make_worker, npu_world):
     """The causal mask from the caching allocator, and xlite's own tables from the driver."""
     worker = make_worker()

@@ -66,7 +66,14 @@ def test_two_ranks_give_the_same_tokens_by_xlite_and_without(make_worker, npu_wo
     assert tokens(FULL) == tokens(OFF)
 
 
-@pytest.mark.parametrize("xlite", [FULL, DECODE_ONLY, OFF], ids=["full", "decode-only", "off"])
+@pytest.mark.parametrize(
+    "xlite",
+    [
+        pytest.param(FULL, id="full"),
+        pytest.param(DECODE_ONLY, id="decode-only", marks=pytest.mark.slow),
+        pytest.param(OFF, id="off", marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_do_not_change_greedy_tokens(make_worker, xlite):
     """A drafter with weights of no meaning is rejected nearly always; what is accepted is what would have come."""
     expected = generate(make_worker(xlite=xlite).execute_model, clients(), 8)

@@ -15,7 +15,6 @@ MIB = 1 << 20
 NUM_REQS, HIDDEN_SIZE = 64, 2048
 
 told = pytest.mark.npu_settings(told_values=ToldTokens(DENSE["vocab_size"]))
-pytestmark = pytest.mark.sim_only("tokens are told, not computed")
 
 
 def test_buffers_of_the_published_size(npu_device):
@@ -51,6 +50,7 @@ def decode_twice(execute, num_reqs):
 
 
 @told
+@pytest.mark.needs("atb")
 def test_decode_only_xlite_has_room_for_half_the_requests(make_worker):
     """Its largest step is as many tokens as there can be requests, and each brings two: 32 fit, 33 do not."""
     settings = {"max_num_seqs": 64, "num_blocks": 66, "num_speculative_tokens": 1}
@@ -61,6 +61,7 @@ def test_decode_only_xlite_has_room_for_half_the_requests(make_worker):
 
 
 @told
+@pytest.mark.needs("atb")
 def test_full_mode_has_room_for_all(make_worker):
     execute = make_worker(xlite=FULL, max_num_seqs=64, num_blocks=66, num_speculative_tokens=1).execute_model
     assert len(decode_twice(execute, 64).sampled_token_ids) == 64

@@ -22,6 +22,8 @@ PENALTY = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalt
 PROMPT, OUTPUT = 100, 10
 PENALTY_IDS = 8 * NUM_REQS * (PROMPT + OUTPUT)
 
+pytestmark = pytest.mark.needs("no_workspaces")
+
 ROWS = [
     ("greedy", A2, GREEDY, 6, 0),
     ("greedy, allowed tokens", A2, GREEDY | {"allowed_token_ids": (1, 2)}, 6, 0),
@@ -39,8 +41,6 @@ ROWS = [
     ("top-p by torch", A5, TOP_P, 28, 0),
     ("top-k and top-p by torch", A5, TOP_K | TOP_P, 29, 0),
 ]
-
-pytestmark = pytest.mark.sim_only("counts what the sampler takes, as upstream's was counted; a card adds workspaces")
 
 
 @pytest.fixture

@@ -63,3 +63,36 @@ def test_step_peaks_over_idle(measured_step, case):
     assert prefill / MIB == pytest.approx(expected_mib, abs=0.01)
     assert decode / MIB == pytest.approx(expected_mib, abs=0.01)
     assert (after_prefill, after_decode, empty) == (0, 0, 0)
+
+
+def serve_once(measured_step, name, **params):
+    clients = [Client(f"{name}{row}", [row], SamplingParams(**params), blocks=[row + 1]) for row in range(NUM_REQS)]
+    run_step(measured_step, clients, {client.req_id: 1 for client in clients})
+    run_step(measured_step, [], {}, finished=[client.req_id for client in clients])
+
+
+def test_noise_has_memory_of_its_own(measured_step):
+    """It is drawn on a second stream, from whose memory no other stream gets any; it stays reserved there.
+
+    4 bytes a logit for the noise and one for the mask, in steps of 20 MiB as expandable segments grow.
+    """
+    import torch
+
+    torch.npu.empty_cache()
+    main = torch.npu.current_stream().npu_stream
+    reserved = []
+    for step in range(2):
+        serve_once(measured_step, f"random{step}")
+        segments = [segment for segment in torch.npu.memory_snapshot() if segment["device"] == 0]
+        reserved.append(sum(segment["total_size"] for segment in segments if segment["stream"] not in (0, main)))
+    assert 5 * LOGITS_BYTES < reserved[0] == reserved[1] < 5 * LOGITS_BYTES + 20 * MIB
+
+
+def test_mask_of_allowed_tokens_stays(measured_step, started_seed):
+    """A row for every request that there can be, made when the first asks for it."""
+    import torch
+
+    before = torch.npu.memory_allocated(0)
+    for step in range(2):
+        serve_once(measured_step, f"allowed{step}", temperature=0.0, allowed_token_ids=(1, 2))
+        assert torch.npu.memory_allocated(0) - before == LOGITS_BYTES + 512  # torch_npu adds 32 bytes, and rounds

@@ -45,6 +45,7 @@ ENVIRONMENT_VARIABLES: Mapping[str, EnvironmentVariable] = {
     "ASCEND_LAUNCH_BLOCKING": _integer(0, 1),
     "HCCL_BUFFSIZE": _integer(1),
     "HCCL_DETERMINISTIC": _choice("false", "true", "strict"),
+    "HCCL_EXEC_TIMEOUT": _integer(0),
     "HCCL_OP_EXPANSION_MODE": _choice("AIV", "AI_CPU", "HOST", "HOST_TS"),
     "PYTORCH_NPU_ALLOC_CONF": _ANY_TEXT,
     "TASK_QUEUE_ENABLE": _integer(0, 2),

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from xlite_runner.config.engine_args import AuditArgs
 from xlite_runner.config.model_config import ModelConfig
 
 
@@ -17,8 +16,6 @@ class ProfilePolicy(Enum):
     """The ACL-graph runnable, as for any other model (vllm-ascend before PR #11380)."""
     SKIP = "skip"
     """Nothing: the wrapper returns its hidden-states buffer (PR #11380)."""
-    AUDITED = "audited"
-    """Nothing either, but then serving's worst cases run for real, and what they take is set aside."""
 
 
 class CUDAGraphMode(Enum):
@@ -121,8 +118,7 @@ class SchedulerConfig:
 class CacheConfig:
     """The KV cache: tokens per block, and the memory it may take.
 
-    With ``kv_cache_memory_bytes`` the utilization is not respected. With ``aligned_for_transfer`` every tensor begins
-    at a multiple of 2 MiB, as the transfer of KV caches between engines wants it.
+    With ``kv_cache_memory_bytes`` the utilization is not respected.
     """
 
     block_size: int
@@ -130,7 +126,6 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
-    aligned_for_transfer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +181,6 @@ class RunnerConfig:
     speculative: SpeculativeConfig | None
     environment: Mapping[str, str]
     seed: int
-    audit: AuditArgs
 
     @property
     def uniform_decode_query_len(self) -> int:

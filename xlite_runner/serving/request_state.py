@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,8 @@ class CachedRequestState:
         num_computed_tokens: Leading tokens whose keys and values the cache holds before the step.
         output_token_ids: What was sampled so far; drafts that were accepted count.
         generator: Of its own, if it has a seed.
+        draft_token_ids: What was proposed for the next step.
+        verification: Number of the last step that verified drafts, and how many of them it rejected.
     """
 
     req_id: str
@@ -28,6 +31,8 @@ class CachedRequestState:
     num_computed_tokens: int
     output_token_ids: list[int] = field(default_factory=list)
     generator: torch.Generator | None = None
+    draft_token_ids: Sequence[int] = ()
+    verification: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, data: NewRequestData, device: torch.device) -> CachedRequestState:

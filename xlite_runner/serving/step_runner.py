@@ -64,11 +64,14 @@ class StepRunner:
         self.sampler = Sampler(runner.device_type, runner.buffers.neg_inf)
         self.rejection_sampler = RejectionSampler(self.sampler)
         self._state: ExecuteModelState | None = None
+        self._is_async = runner.config.scheduler.async_scheduling
+        self._num_steps = 0
 
     # ---- the batch
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
         """Bring requests and rows up to date with what is scheduled."""
+        self._num_steps += 1
         batch, requests = self.batch, self.requests
         scheduled = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
@@ -90,6 +93,7 @@ class StepRunner:
                 request.block_ids = list(new_block_ids)
             else:
                 request.block_ids.extend(new_block_ids)
+                request.num_computed_tokens -= self._num_rejected_unheard_of(request)
             row = batch.rows.get(req_id)
             if row is None:
                 all_token_ids = cached.all_token_ids.get(req_id)
@@ -103,10 +107,22 @@ class StepRunner:
         for request in to_add:
             batch.add_request(request)
         for req_id, row in batch.rows.items():
-            batch.set_spec_tokens(row, scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id, ())
+            batch.set_spec_tokens(row, self._known_drafts(requests[req_id], drafts))
         batch.condense()
         batch.reorder(scheduled, self._runner.config.uniform_decode_query_len)
         batch.refresh_metadata()
+
+    def _num_rejected_unheard_of(self, request: CachedRequestState) -> int:
+        """Drafts that the last step rejected, when this one had been composed before that was known."""
+        step, num_rejected = request.verification
+        return num_rejected if self._is_async and step == self._num_steps - 1 else 0
+
+    def _known_drafts(self, request: CachedRequestState, drafts: Sequence[int]) -> Sequence[int]:
+        """A step that was composed before its drafts were known has placeholders; where there is no draft, token 0."""
+        if PLACEHOLDER_TOKEN_ID not in drafts:
+            return drafts
+        return [*request.draft_token_ids, *[0] * len(drafts)][: len(drafts)]
 
     # ---- a step
 
@@ -125,13 +141,32 @@ class StepRunner:
         self.update_states(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
+        self._run(scheduler_output)
+        return None
+
+    @torch.inference_mode()
+    def execute_batch(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Execute and sample a step of at least one token for which :meth:`update_states` was called."""
+        self._run(scheduler_output)
+        return self.sample_tokens()
+
+    def repeat_batch(self, tokens: Sequence[int], discarded_rows: Sequence[int]) -> ModelRunnerOutput:
+        """Do to the batch what :meth:`execute_batch` does, without the device.
+
+        Args:
+            tokens: What each row samples.
+            discarded_rows: Rows whose token means nothing, since more of their prompt follows.
+        """
+        sampled = _Sampled([[token_id] for token_id in tokens])
+        self._forget_discarded(discarded_rows, sampled)
+        return ModelRunnerOutput(sampled_token_ids=self._remember(sampled))
+
+    def _run(self, scheduler_output: SchedulerOutput) -> None:
         runner = self._runner
         inputs = self._inputs.build(scheduler_output.num_scheduled_tokens)
-        mode, descriptor = runner.cudagraph_dispatcher.dispatch(
-            inputs.num_tokens, uniform_decode=inputs.is_uniform_decode
-        )
-        metadata = self._attention_metadata(inputs, descriptor)
-        context = runner.make_context(descriptor, metadata, mode, num_actual_tokens=inputs.num_tokens)
+        execution = runner.batch_execution.plan(inputs.num_tokens, uniform_decode=inputs.is_uniform_decode)
+        metadata = self._attention_metadata(inputs, execution.descriptor)
+        context = runner.make_context(execution, metadata, num_actual_tokens=inputs.num_tokens)
         hidden_states = runner.forward(context)
         sample_hidden_states = hidden_states[inputs.logits_indices]
         logits = runner.model.compute_logits(sample_hidden_states)
@@ -143,7 +178,6 @@ class StepRunner:
             hidden_states=hidden_states,
             sample_hidden_states=sample_hidden_states,
         )
-        return None
 
     def _attention_metadata(self, inputs: StepInputs, descriptor: BatchDescriptor) -> dict[str, AscendMetadata]:
         """Metadata of the batch; a graph's further requests have new tokens, but no sequence."""
@@ -175,18 +209,25 @@ class StepRunner:
         output = self._sample(state)
         sampled = self._to_host(state, output)
         self._forget_discarded(state.inputs.discarded_rows, sampled)
-        for row, token_ids in enumerate(sampled.token_ids):
-            self.batch.append_output(row, token_ids)
+        sampled_token_ids = self._remember(sampled)
         prompt_logprobs = self._prompt_logprobs(state)
         return ModelRunnerOutput(
-            sampled_token_ids={
-                request.req_id: token_ids
-                for request, token_ids in zip(self.batch.requests, sampled.token_ids, strict=True)
-            },
+            sampled_token_ids=sampled_token_ids,
             draft_token_ids=self._propose_drafts(state, sampled.token_ids),
             logprobs=sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _remember(self, sampled: _Sampled) -> dict[str, Sequence[int]]:
+        """Add a step's tokens to the rows; returns them by request."""
+        for row, token_ids in enumerate(sampled.token_ids):
+            self.batch.append_output(row, token_ids)
+            num_drafts = len(self.batch.spec_token_ids[row])
+            if num_drafts:
+                self.batch.requests[row].verification = self._num_steps, num_drafts + 1 - len(token_ids)
+        return {
+            request.req_id: token_ids for request, token_ids in zip(self.batch.requests, sampled.token_ids, strict=True)
+        }
 
     def _propose_drafts(
         self, state: ExecuteModelState, sampled_token_ids: Sequence[Sequence[int]]
@@ -202,11 +243,9 @@ class StepRunner:
             (runner.buffers.input_ids, runner.buffers.positions, state.hidden_states),
             state.context,
         ).tolist()
-        return {
-            request.req_id: [draft]
-            for request, draft, token_ids in zip(batch.requests, drafts, sampled_token_ids, strict=True)
-            if token_ids
-        }
+        for request, draft, token_ids in zip(batch.requests, drafts, sampled_token_ids, strict=True):
+            request.draft_token_ids = [draft] if token_ids else ()
+        return {request.req_id: request.draft_token_ids for request in batch.requests if request.draft_token_ids}
 
     def _sample(self, state: ExecuteModelState) -> SamplerOutput:
         metadata, spec = self.batch.sampling_metadata, state.inputs.spec_decode

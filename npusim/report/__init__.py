@@ -1,0 +1,1 @@
+"""What a simulated device did, as series and pictures."""

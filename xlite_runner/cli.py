@@ -58,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _bench(options: Namespace, scenario: Scenario, config: RunnerConfig, errors: Console) -> int:
     if options.plot is not None:
         check_plot(options.plot)
-    policies = tuple(ProfilePolicy) if options.compare else (scenario.profile_policy,)
+    policies: tuple[ProfilePolicy, ...] = (scenario.profile_policy,)
+    if options.compare is not None:
+        policies = tuple(map(ProfilePolicy, options.compare)) or tuple(ProfilePolicy)
     served = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = errors.is_terminal and not options.no_progress

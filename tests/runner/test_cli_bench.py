@@ -43,7 +43,7 @@ def test_json_has_vllms_keys_and_what_only_the_simulation_knows(capsys):
 
 def test_every_policy_side_by_side(capsys, tmp_path):
     picture = tmp_path / "memory.html"
-    assert main(["bench", str(TINY), *FEW, "--compare", "--plot", str(picture)]) == 0
+    assert main(["bench", str(TINY), *FEW, "--compare", "runnable", "skip", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     for text in (
         "skip / runnable",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from xlite_runner.config import ProfilePolicy
 from xlite_runner.serving.arrivals import RampUpStrategy
 from xlite_runner.serving.metrics import Goodput
 from xlite_runner.serving.workload import DatasetName
@@ -54,7 +55,11 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
     report = parser.add_argument_group("report")
     report.add_argument(
-        "--compare", action="store_true", default=False, help="serve under every profile policy, show the difference"
+        "--compare",
+        nargs="*",
+        choices=[policy.value for policy in ProfilePolicy],
+        default=None,
+        help="serve under these profile policies, by default all, and show the difference",
     )
     report.add_argument(
         "--goodput",

@@ -67,6 +67,7 @@ class InputBatch:
         counts = (self.num_tokens, self.num_prompt_tokens, self.num_blocks, self.num_computed_tokens)
         self._columns: tuple[NDArray[Any], ...] = (*counts, *(twin.np for twin in (*parameters, *penalties)))
         self._free_rows: list[int] = []
+        self._only_decodes = False
         self._changed = False
         self.sampling_metadata = SamplingMetadata(all_greedy=True, all_random=False)
 
@@ -189,7 +190,14 @@ class InputBatch:
 
         Rows that are in their region already stay where they are.
         """
+        if (
+            self._only_decodes
+            and not self._changed
+            and max(num_scheduled_tokens.values(), default=0) <= decode_threshold
+        ):
+            return  # the same rows again, each behind its prompt
         regions = self._regions(num_scheduled_tokens, decode_threshold)
+        self._only_decodes = not regions.any()
         misplaced = np.flatnonzero(regions != np.sort(regions))
         sources = misplaced[np.argsort(regions[misplaced], kind="stable")]
         moves = dict(zip(sources.tolist(), misplaced.tolist(), strict=True))

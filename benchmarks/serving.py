@@ -1,0 +1,63 @@
+"""How much faster than its own virtual time the published pair is served, and where the time goes.
+
+python benchmarks/serving.py [--profile] [--all-steps]
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", action="store_true", help="print where the time of serving goes")
+    parser.add_argument("--all-steps", action="store_true", help="execute every step of eight shorter requests")
+    options = parser.parse_args()
+
+    from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
+    from xlite_runner.scenario import load_scenario
+    from xlite_runner.serving import simulation
+    from xlite_runner.serving.benchmark import Benchmark
+
+    few = {"num_prompts": 8, "random_input_len": 20000, "random_output_len": 60}
+    path = ROOT / "examples" / "qwen3-30b-a3b-serving.toml"
+    scenario = load_scenario(path, {"workload": few} if options.all_steps else {})
+    config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
+    profile = cProfile.Profile()
+    seconds = [0.0]
+    run = Benchmark.run
+
+    def measured(self: Benchmark, requests: Any) -> Any:
+        begin = time.process_time()
+        result = profile.runcall(run, self, requests) if options.profile else run(self, requests)
+        seconds[0] = time.process_time() - begin
+        return result
+
+    Benchmark.run = measured  # type: ignore[method-assign]
+    begin = time.process_time()
+    result = simulation.serve(scenario, config, ProfilePolicy.SKIP, replays=not options.all_steps).result
+    total = time.process_time() - begin
+    load, virtual = result.run.load, result.metrics.duration
+    print(f"virtual time          {virtual:9.1f} s")
+    print(f"CPU time of serving   {seconds[0]:9.2f} s  {virtual / seconds[0]:6.0f} times faster")
+    print(f"with the start-up     {total:9.2f} s  {virtual / total:6.0f} times faster")
+    print(f"steps                 {load.num_steps:9d}    {load.num_steps / seconds[0]:6.0f} per second of CPU time")
+    print(f"of them executed      {load.num_steps - result.num_replayed_steps:9d}")
+    print(f"tokens scheduled      {load.num_scheduled_tokens:9d}")
+    print(f"host memory, peak     {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:9.0f} MiB")
+    if options.profile:
+        pstats.Stats(profile).sort_stats("cumtime").print_stats(40)
+
+
+if __name__ == "__main__":
+    main()

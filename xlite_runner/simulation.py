@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from xlite_runner.config import ProfilePolicy, RunnerConfig
 from xlite_runner.result import LedgerRow, ProfileResult
@@ -65,6 +65,7 @@ def build_world(
     *,
     lone_rank: int | None = None,
     told_values: Told | None = None,
+    values: Literal["shape", "real"] = "shape",
 ) -> SimWorld:
     """The simulated devices that a scenario describes, one per rank.
 
@@ -75,6 +76,7 @@ def build_world(
         profile: The devices' profile, if not the one that the scenario names.
         lone_rank: The only rank that will run.
         told_values: Says what was sampled; a started engine cannot serve without, since nobody computes logits.
+        values: As for :class:`npusim.SimWorld`.
     """
     from npusim.device.cost import ENGINE
     from npusim.device.profile import load_profile
@@ -94,6 +96,7 @@ def build_world(
         lone_rank=lone_rank,
         told_values=told_values,
         host_costs=ENGINE,
+        values=values,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
+from npusim.ops import triton_sampling as sampling
 from npusim.ops.work import bytes_of
 from npusim.torch_backend.registration import platform
 
@@ -83,6 +84,25 @@ def _rope(arguments: Arguments) -> list[Tensor]:
     ]
 
 
+_REJECTION = "vllm_ascend.ops.triton.reject_sample"
 KERNELS: Mapping[str, TritonKernel] = {
+    "vllm.v1.worker.block_table._compute_slot_mapping_kernel": TritonKernel(
+        ("slot_mapping_ptr",), sampling.compute_slot_mapping
+    ),
+    "vllm_ascend.ops.triton.bincount.token_bin_counts_and_mask_kernel": TritonKernel(
+        ("bin_counts_ptr",), sampling.token_bin_counts
+    ),
+    "vllm_ascend.ops.triton.penalty.apply_all_penalties_kernel": TritonKernel(
+        ("logits_ptr",), sampling.apply_all_penalties
+    ),
     "vllm_ascend.ops.triton.rope._triton_rope": TritonKernel(("q_ptr", "k_ptr"), _rope),
+    f"{_REJECTION}.expand_kernel": TritonKernel(("output_ptr",), sampling.expand),
+    f"{_REJECTION}.rejection_greedy_sample_spec_len_1_triton": TritonKernel(
+        ("output_token_ids_ptr",), sampling.accept_greedy_one_draft
+    ),
+    f"{_REJECTION}.rejection_greedy_sample_triton": TritonKernel(("output_token_ids_ptr",), sampling.accept_greedy),
+    f"{_REJECTION}.rejection_random_sample_kernel": TritonKernel(("output_token_ids_ptr",), sampling.accept_random),
+    f"{_REJECTION}.sample_recovered_tokens_kernel": TritonKernel(
+        ("output_token_ids_ptr",), sampling.sample_recovered_tokens
+    ),
 }

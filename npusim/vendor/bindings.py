@@ -10,18 +10,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ASCEND_EXTENSION = "vllm_ascend.vllm_ascend_C"
-"""vllm-ascend's compiled extension, which lies inside an installed package and needs the real torch_npu."""
+BUILT_FOR_ASCEND = {
+    "vllm_ascend.vllm_ascend_C": "vllm_ascend_C.py",
+    "vllm_ascend._build_info": "vllm_ascend_build_info.py",
+}
+"""What building vllm-ascend for a kind of device puts into its package, and the doubles' files.
+
+The compiled extension needs the real torch_npu, and published wheels are built for one kind of device.
+"""
 
 
-class _AscendExtensionFinder(MetaPathFinder):
-    """Finds the double of the extension before the installed package's own file."""
+class _BuiltForAscendFinder(MetaPathFinder):
+    """Finds the doubles before what the installed package has, if it was built at all."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         del path, target
-        if fullname != ASCEND_EXTENSION:
+        if fullname not in BUILT_FOR_ASCEND:
             return None
-        return spec_from_file_location(fullname, Path(__file__).with_name("vllm_ascend_C.py"))
+        return spec_from_file_location(fullname, Path(__file__).with_name(BUILT_FOR_ASCEND[fullname]))
 
 
 def bind(npu_module: ModuleType) -> None:
@@ -41,4 +47,4 @@ def bind(npu_module: ModuleType) -> None:
     ops.declare_all()
     registration.register(npu_module, fallback)
     distributed.register_backend()
-    sys.meta_path.insert(0, _AscendExtensionFinder())
+    sys.meta_path.insert(0, _BuiltForAscendFinder())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -32,6 +33,23 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True)
+class ServingCase(Case):
+    """A start-up, and requests that are served after it.
+
+    Attributes:
+        prompts: Token ids of each request's prompt.
+        sampling: Settings of upstream's ``SamplingParams``, the same for all requests.
+        engine_args: Settings of upstream's engine that a scenario does not have.
+        values: Of the world.
+    """
+
+    prompts: tuple[Sequence[int], ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    values: Literal["shape", "real"] = "shape"
 
 
 SEED = EXAMPLES / "qwen3-30b-a3b-tp2-ep2.toml"
@@ -163,3 +181,56 @@ CASES = (
     Case("Llama-3.1-8B, TP 2", dense("Llama-3.1-8B", 2), releases=("0.22.1",)),
     Case("Qwen2.5-7B, TP 2", dense("Qwen2.5-7B-Instruct", 2)),
 )
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {},
+    "top-p": {"top_p": 0.9},
+    "top-p, logprobs": {"top_p": 0.9, "logprobs": 5},
+    "greedy, penalties": {"temperature": 0.0, "presence_penalty": 0.5},
+}
+
+
+def prompts(*lengths: int) -> tuple[range, ...]:
+    """Prompts of these lengths, of which no two begin with the same token."""
+    return tuple(range(100 + i, 100 + i + length) for i, length in enumerate(lengths))
+
+
+def served(name: str, settings: dict[str, Any], lengths: Sequence[int], sampling: str, **more: Any) -> ServingCase:
+    """Requests of some lengths that get three tokens each; on the release whose sampler xlite_runner imitates."""
+    params = SAMPLING[sampling] | {"max_tokens": 3}
+    given = {"releases": ("0.23.0",)} | more
+    return ServingCase(f"{name}, {sampling}", settings, prompts=prompts(*lengths), sampling=params, **given)
+
+
+CHUNKS = (7, 400, 30)
+"""Lengths of which one needs two steps of 256 tokens."""
+SHORT = (3, 5, 4)
+"""Lengths that fit what MC2 dispatches together: other ways to dispatch tokens read routing that nobody computed."""
+DECODE_ONLY_EAGER = {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True}
+OFF_EAGER = {"xlite_graph_config": OFF, "enforce_eager": True}
+EP_2 = TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+REAL: dict[str, Any] = {"values": "real", "releases": RELEASES}
+FEW_BLOCKS = {"num_gpu_blocks_override": 16}
+"""Where a cache has values it takes host memory."""
+SERVING = (
+    served("seed", {}, [100] * 64, "greedy", scenario=SEED, releases=RELEASES),
+    *(served("seed", {}, [100] * 64, sampling, scenario=SEED) for sampling in SAMPLING if sampling != "greedy"),
+    *(served("tiny dense", {}, CHUNKS, sampling) for sampling in SAMPLING),
+    served("tiny dense, TP 2", {"tensor_parallel_size": 2}, CHUNKS, "top-p"),
+    served("tiny dense, decode-only eager", DECODE_ONLY_EAGER, CHUNKS, "top-p"),
+    served("tiny dense, xlite off, eager", OFF_EAGER, CHUNKS, "top-p"),
+    served("tiny dense, decode-only", {"xlite_graph_config": DECODE_ONLY}, CHUNKS, "greedy"),
+    served("tiny dense, xlite off", {"xlite_graph_config": OFF}, CHUNKS, "greedy"),
+    served("tiny MoE, EP 2", EP_2, CHUNKS, "top-p"),
+    served("tiny MoE, EP 2, decode-only eager", EP_2 | DECODE_ONLY_EAGER, SHORT, "greedy"),
+    served("real tiny dense", FEW_BLOCKS, CHUNKS, "greedy", **REAL),
+    served("real tiny dense, decode-only eager", FEW_BLOCKS | DECODE_ONLY_EAGER, CHUNKS, "greedy", **REAL),
+    served("real tiny dense, xlite off, eager", FEW_BLOCKS | OFF_EAGER, CHUNKS, "greedy", **REAL),
+    served("real tiny MoE", FEW_BLOCKS | TINY_MOE, CHUNKS, "greedy", **REAL),
+    served("real tiny MoE, xlite off, eager", FEW_BLOCKS | TINY_MOE | OFF_EAGER, CHUNKS, "greedy", **REAL),
+)
+
+SCENARIOS = {"dense": Case("tiny dense", FEW_BLOCKS), "MoE": Case("tiny MoE", FEW_BLOCKS | TINY_MOE)}
+"""What ``tests/upstream/adapter`` runs on."""

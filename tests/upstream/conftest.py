@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,44 @@ def upstream_environment() -> Path:
 
 
 @pytest.fixture(scope="session")
-def upstream_results(upstream_environment: Path) -> Callable[[str], Results]:
-    """``upstream_results(release)``: what each case computed, or its error; all start when first asked for."""
-    results: dict[str, Results] = {}
+def upstream_jobs(upstream_environment: Path) -> Callable[[str, str], Results]:
+    """``upstream_jobs(kind, release)``: what each job of a kind gave, or its error; all run when first asked for."""
+    results: dict[tuple[str, str], Results] = {}
 
-    def start_all(release: str) -> Results:
-        if release not in results:
-            paths = (ROOT, Path(__file__).parent / "path", upstream_environment / release)
-            python = upstream_environment / "venv" / "bin" / "python"
-            run = subprocess.run(
-                [python, "-W", "ignore", "-m", "tests.upstream.engine", "--cases"],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert run.returncode == 0, run.stderr[-2000:]
-            lines = map(json.loads, run.stdout.splitlines())
-            results[release] = {line["case"]: line for line in lines}
-        return results[release]
+    def run(kind: str, release: str) -> Results:
+        if (kind, release) not in results:
+            done = run_upstream(upstream_environment, release, "tests.upstream.jobs", kind)
+            lines = map(json.loads, done.stdout.splitlines())
+            results[kind, release] = {line["case"]: line for line in lines}
+        return results[kind, release]
 
-    return start_all
+    return run
+
+
+def run_upstream(
+    environment: Path, release: str | Path, module: str, *arguments: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of these tests in upstream's environment, with a release of it or a folder with another."""
+    paths = (ROOT, Path(__file__).parent / "path", environment / release)
+    run = subprocess.run(
+        [environment / "venv" / "bin" / "python", "-W", "ignore", "-m", module, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    return run
+
+
+@pytest.fixture(scope="session")
+def upstream_results(upstream_jobs: Callable[[str, str], Results]) -> Callable[[str], Results]:
+    """``upstream_results(release)``: what each start-up computed, or its error."""
+    return partial(upstream_jobs, "start")
+
+
+@pytest.fixture(scope="session")
+def upstream_served(upstream_jobs: Callable[[str, str], Results]) -> Callable[[str], Results]:
+    """``upstream_served(release)``: what each serving case took and gave, or its error."""
+    return partial(upstream_jobs, "serve")

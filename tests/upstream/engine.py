@@ -4,10 +4,9 @@ One process is one rank: upstream keeps its parallel state, forward context and 
 several ranks of a process would share. The other ranks are taken to do as this one does (``SimWorld(lone_rank=...)``),
 which is what tensor-parallel ranks do: they get the same seed, the same inputs, and call the same collectives.
 
-Run as a script inside an environment that has vllm and vllm-ascend; prints a line of JSON for each start-up::
+Run as a script inside an environment that has vllm and vllm-ascend; prints a line of JSON::
 
     python -m tests.upstream.engine examples/tiny.toml
-    python -m tests.upstream.engine --cases
 """
 
 from __future__ import annotations
@@ -18,26 +17,23 @@ import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
-import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal
 
-from npusim.device.profile import load_profile
 from npusim.hook import environment_of_children
-from npusim.installation import expose_doubles
-from tests.upstream.cases import CASES, REFUSED, Case
+from npusim.world import SimWorld
+from tests.upstream.reference import write_weights
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.simulation import build_world, ledgers
+
+if TYPE_CHECKING:
+    from npusim.torch_backend.values import Told
 
 PRESETS = {
     "HF_HUB_OFFLINE": "1",
@@ -61,11 +57,29 @@ class UpstreamResult:
     non_torch: int = 0
     available: int = 0
     num_blocks: int = 0
-    num_tokens: int = 0
     kv_cache: int = 0
     graph: int = 0
     log_lines: list[str] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class StartedRank:
+    """Upstream after its start-up, ready to serve.
+
+    Attributes:
+        world: What it runs on.
+        config: Its ``VllmConfig``.
+        worker: Its ``XliteWorker``, or ``NPUWorker`` without xlite.
+        plan: Its ``KVCacheConfig``.
+        result: What it computed.
+    """
+
+    world: SimWorld
+    config: Any
+    worker: Any
+    plan: Any
+    result: UpstreamResult
 
 
 def policy_of_installed_release() -> ProfilePolicy:
@@ -81,31 +95,54 @@ def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
     Raises:
         Exception: What upstream raises.
     """
+    with started(scenario, rank) as upstream:
+        return upstream.result
+
+
+@contextmanager
+def started(
+    scenario: Scenario,
+    rank: int = 0,
+    *,
+    values: Literal["shape", "real"] = "shape",
+    told_values: Told | None = None,
+    engine_args: Mapping[str, Any] | None = None,
+) -> Iterator[StartedRank]:
+    """Upstream's worker of one rank, after its start-up, in an active world.
+
+    Args:
+        scenario: What to start, and on which devices.
+        rank: The rank that runs.
+        values: Of the world.
+        told_values: Of the world.
+        engine_args: Settings of upstream's engine that a scenario does not have.
+
+    Raises:
+        Exception: What upstream raises.
+    """
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
-    policy = policy_of_installed_release()
-    world = build_world(scenario, config, policy, lone_rank=rank)
+    world = build_world(
+        scenario, config, policy_of_installed_release(), lone_rank=rank, values=values, told_values=told_values
+    )
     child_world = {"profile": scenario.device_profile, "num_devices": scenario.num_ranks}
     # Upstream looks at model classes in a child process.
     os.environ.update(environment_of_children(child_world, {**os.environ, **PRESETS, **scenario.environment}))
-    _build_for(world.profile.family)
     with world, model_directory(scenario.model) as model, captured_log() as lines:
-        result = _start(scenario, model, rank)
-        result.log_lines = lines
-        result.ledger = [asdict(row) for row in ledgers(world)[rank]]
-        return result
+        if values == "real":
+            write_weights(model)
+        vllm_config = engine_config(scenario, model, engine_args or {})
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(vllm_config):
+            upstream = _start(scenario, model, rank, world, vllm_config)
+            upstream.result.log_lines = lines
+            upstream.result.ledger = [asdict(row) for row in ledgers(world)[rank]]
+            yield upstream
 
 
-def _build_for(family: str) -> None:
-    """Stand in for the file that building vllm-ascend for a kind of device writes; the published wheels are for A2."""
-    build_info = ModuleType("vllm_ascend._build_info")
-    build_info.__device_type__ = {"310P": "_310P"}.get(family, family)
-    sys.modules[build_info.__name__] = build_info
-
-
-def _start(scenario: Scenario, model: Path, rank: int) -> UpstreamResult:
+def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: Any) -> StartedRank:
     import torch
     import vllm_ascend._version
-    from vllm.config import set_current_vllm_config
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
@@ -114,36 +151,34 @@ def _start(scenario: Scenario, model: Path, rank: int) -> UpstreamResult:
     # which are not there, and nothing is sent on it during a start-up.
     MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)
 
-    config = engine_config(scenario, model)
     result = UpstreamResult(vllm_ascend._version.__version__, rank)
-    with set_current_vllm_config(config):
-        worker_class = resolve_obj_by_qualname(config.parallel_config.worker_cls)
-        worker = worker_class(
-            vllm_config=config,
-            local_rank=rank,
-            rank=rank,
-            distributed_init_method=f"file://{model / 'rendezvous'}",
-            is_driver_worker=rank == 0,
-        )
-        worker.init_device()
-        worker.load_model()
-        result.weights = int(worker.model_runner.model_memory_usage)
-        result.available = int(worker.determine_available_memory())
-        if scenario.kv_cache_memory_bytes is None:  # else nothing is measured
-            result.peak_activation = int(worker.peak_activation_memory)
-            result.non_torch = int(worker.non_torch_memory)
-        plan = get_kv_cache_configs(config, [worker.get_kv_cache_spec()], [result.available])[0]
-        result.num_blocks = plan.num_blocks
-        before = torch.npu.memory_allocated()
-        worker.initialize_from_config(plan)
-        result.kv_cache = torch.npu.memory_allocated() - before
-        worker.compile_or_warm_up_model()
-        result.graph = int(getattr(worker, "npugraph_memory_bytes", 0))  # only there if memory was profiled
-        worker.execute_dummy_batch()
-    return result
+    worker_class = resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    worker = worker_class(
+        vllm_config=config,
+        local_rank=rank,
+        rank=rank,
+        distributed_init_method=f"file://{model / 'rendezvous'}",
+        is_driver_worker=rank == 0,
+    )
+    worker.init_device()
+    worker.load_model()
+    result.weights = int(worker.model_runner.model_memory_usage)
+    result.available = int(worker.determine_available_memory())
+    if scenario.kv_cache_memory_bytes is None:  # else nothing is measured
+        result.peak_activation = int(worker.peak_activation_memory)
+        result.non_torch = int(worker.non_torch_memory)
+    plan = get_kv_cache_configs(config, [worker.get_kv_cache_spec()], [result.available])[0]
+    result.num_blocks = plan.num_blocks
+    before = torch.npu.memory_allocated()
+    worker.initialize_from_config(plan)
+    result.kv_cache = torch.npu.memory_allocated() - before
+    worker.compile_or_warm_up_model()
+    result.graph = int(getattr(worker, "npugraph_memory_bytes", 0))  # only there if memory was profiled
+    worker.execute_dummy_batch()
+    return StartedRank(world, config, worker, plan, result)
 
 
-def engine_config(scenario: Scenario, model: Path) -> Any:
+def engine_config(scenario: Scenario, model: Path, engine_args: Mapping[str, Any]) -> Any:
     """Upstream's configuration of a scenario, after the platform's rules."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -155,7 +190,7 @@ def engine_config(scenario: Scenario, model: Path) -> Any:
         given["additional_config"] = {"xlite_graph_config": {"enabled": True, "full_mode": xlite.full_mode}}
     arguments = EngineArgs(
         model=str(model),
-        load_format="dummy",
+        load_format="auto" if list(model.glob("*.safetensors")) else "dummy",
         skip_tokenizer_init=True,
         tensor_parallel_size=scenario.tensor_parallel_size,
         enable_expert_parallel=scenario.enable_expert_parallel,
@@ -166,13 +201,14 @@ def engine_config(scenario: Scenario, model: Path) -> Any:
         enforce_eager=scenario.enforce_eager,
         seed=scenario.seed,
         **given,
+        **engine_args,
     )
     return arguments.create_engine_config()
 
 
 @contextmanager
 def model_directory(config: Path) -> Iterator[Path]:
-    """A model as upstream wants it: a folder with ``config.json``; weights are dummies."""
+    """A model as upstream wants it: a folder with ``config.json``; without weights in it they are dummies."""
     with tempfile.TemporaryDirectory(prefix="model") as folder:
         shutil.copy(config, Path(folder) / "config.json")
         yield Path(folder)
@@ -200,73 +236,29 @@ def captured_log() -> Iterator[list[str]]:
             logger.removeHandler(collector)
 
 
-def in_child(work: Callable[[], None]) -> None:
-    """Do something in a process of its own that begins with this one's imports."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
-
-def start_cases(names: Sequence[str], results: TextIO) -> None:
-    """Start each case and write its result, or its error, as a line of JSON.
-
-    Cases on one kind of device share the imports, which upstream does differently for each kind.
-    """
-    from importlib.metadata import version
-
-    release = version("vllm").removesuffix("+empty")
-    by_family: dict[str, list[tuple[Case, Scenario]]] = defaultdict(list)
-    for case in (*CASES, *REFUSED.values()):
-        if release in case.releases and (not names or case.name in names):
-            scenario = load_scenario(case.scenario, case.settings)
-            by_family[load_profile(scenario.device_profile).family].append((case, scenario))
-
-    def start_one(case: Case, scenario: Scenario) -> None:
-        try:
-            answer = asdict(start(scenario, case.rank))
-        except BaseException:  # noqa: BLE001 - whoever reads the line reports it
-            answer = {"error": traceback.format_exc()}
-        print(json.dumps({"case": case.name, **answer}), file=results, flush=True)
-
-    def start_family(family: str, cases: Sequence[tuple[Case, Scenario]]) -> None:
-        import_upstream(family)
-        gc.collect()
-        gc.freeze()  # upstream collects garbage at a dozen points, each time through everything that was imported
-        for case, scenario in cases:
-            in_child(partial(start_one, case, scenario))
-
-    for family, cases in by_family.items():
-        in_child(partial(start_family, family, cases))
-
-
-def import_upstream(family: str) -> None:
+def import_upstream(profile: str) -> None:
     """Import what every start-up on a kind of device imports before anything depends on the scenario."""
-    expose_doubles()
     os.environ.update(PRESETS)
-    _build_for(family)
-    for module in ("vllm.engine.arg_utils", "vllm.v1.core.kv_cache_utils", "vllm_ascend.xlite.xlite_worker"):
-        import_module(module)
-    import_module("vllm_ascend.utils").adapt_patch()  # the first thing that a worker does
+    with SimWorld(profile, environment={}):
+        for module in ("vllm.engine.arg_utils", "vllm.v1.core.sched.scheduler", "vllm_ascend.xlite.xlite_worker"):
+            import_module(module)
+        import_module("vllm_ascend.utils").adapt_patch()  # the first thing that a worker does
+    gc.collect()
+    gc.freeze()  # upstream collects garbage at a dozen points, each time through everything that was imported
 
 
 def main() -> None:
-    """Start one rank, or each case, and print the result."""
+    """Start one rank and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenario", type=Path, nargs="?")
+    parser.add_argument("scenario", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--set", type=json.loads, default={}, help="scenario keys that replace the file's, as JSON")
-    parser.add_argument("--cases", nargs="*", help="cases to start, each in a process of its own; default: all")
     options = parser.parse_args()
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # upstream logs to stdout
-    if options.cases is None:
-        print(json.dumps(asdict(start(load_scenario(options.scenario, options.set), options.rank))), file=results)
-        return
-    start_cases(options.cases, results)
+    scenario = load_scenario(options.scenario, options.set)
+    import_upstream(scenario.device_profile)
+    print(json.dumps(asdict(start(scenario, options.rank))), file=results)
 
 
 if __name__ == "__main__":

@@ -7,34 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.upstream.cases import CASES, REFUSED, RELEASES, Case
-from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
-from xlite_runner.scenario import load_scenario
-from xlite_runner.simulation import start
+from tests.upstream.cases import CASES, REFUSED, RELEASES
+from tests.upstream.runner_side import figures_of_runner
 
 pytestmark = [pytest.mark.upstream, pytest.mark.sim_only("upstream runs on simulated worlds here")]
-
-POLICIES = {"0.22.1": ProfilePolicy.RUNNABLE, "0.23.0": ProfilePolicy.SKIP}
 
 
 def figures_of_upstream(result: dict[str, Any]) -> dict[str, int]:
     assert "error" not in result, result["error"]
     names = ("weights", "peak_activation", "non_torch", "available", "kv_cache", "graph")
     return {name: result[name] for name in names}
-
-
-def figures_of_runner(case: Case, release: str) -> dict[str, int]:
-    scenario = load_scenario(case.scenario, case.settings)
-    config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
-    rank = start(scenario, config, POLICIES[release]).ranks[case.rank]
-    return {
-        "weights": rank.weights_bytes,
-        "peak_activation": rank.peak_activation_bytes,
-        "non_torch": rank.non_torch_bytes,
-        "available": rank.available_kv_cache_bytes,
-        "kv_cache": rank.kv_cache_bytes,
-        "graph": rank.graph_bytes,
-    }
 
 
 @pytest.mark.parametrize(

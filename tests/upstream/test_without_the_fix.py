@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.upstream.cases import ROOT, SEED
+from tests.upstream.cases import SEED
+from tests.upstream.conftest import run_upstream
 
 pytestmark = [pytest.mark.upstream, pytest.mark.sim_only("upstream runs on simulated worlds here")]
 
@@ -35,15 +35,7 @@ def release_without_the_fix(upstream_environment: Path, tmp_path: Path) -> Path:
 
 def test_profile_run_of_the_model_comes_back(upstream_environment, release_without_the_fix):
     """The peak is that of the model again, and the KV cache is as small as before the fix."""
-    paths = (ROOT, Path(__file__).parent / "path", release_without_the_fix)
-    run = subprocess.run(
-        [upstream_environment / "venv" / "bin" / "python", "-W", "ignore", "-m", "tests.upstream.engine", SEED],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = run_upstream(upstream_environment, release_without_the_fix, "tests.upstream.engine", SEED)
     result = json.loads(run.stdout)
     assert not any("GPU KV cache size: 626,176 tokens" in line for line in result["log_lines"])
     assert result["peak_activation"] > 600 << 20

@@ -56,16 +56,33 @@ def test_install_is_a_function_also_after_its_module_was_imported():
     assert callable(npusim.install)
 
 
-def test_extension_of_vllm_ascend_is_found_without_its_package(npu_world):
+@pytest.fixture
+def vllm_ascend(npu_world):
+    """A package of that name with nothing in it."""
+    sys.modules["vllm_ascend"] = type(sys)("vllm_ascend")
+    sys.modules["vllm_ascend"].__path__ = []
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_ascend"]:
+        del sys.modules[name]
+
+
+def test_extension_of_vllm_ascend_is_found_without_being_built(vllm_ascend):
     from importlib.util import find_spec
 
-    from npusim.vendor.bindings import ASCEND_EXTENSION
+    assert find_spec("vllm_ascend.vllm_ascend_C").origin.endswith("vllm_ascend_C.py")
 
-    sys.modules.setdefault("vllm_ascend", type(sys)("vllm_ascend")).__path__ = []
-    try:
-        assert find_spec(ASCEND_EXTENSION).origin.endswith("vllm_ascend_C.py")
-    finally:
-        del sys.modules["vllm_ascend"]
+
+@pytest.mark.parametrize(
+    ("profile", "expected"),
+    [
+        pytest.param(profile, expected, marks=pytest.mark.npu_profile(profile))
+        for profile, expected in (("a2-32g", "A2"), ("a3-64g", "A3"), ("310p-44g", "_310P"))
+    ],
+)
+def test_vllm_ascend_is_built_for_the_world_s_devices(vllm_ascend, profile, expected):
+    from importlib import import_module
+
+    assert import_module("vllm_ascend._build_info").__device_type__ == expected
 
 
 def test_operators_that_nobody_modelled_are_there_and_raise(npu_world):

@@ -1,0 +1,109 @@
+"""Does many things with upstream's code, each in a process of its own that begins with upstream's imports.
+
+Run as a script inside an environment that has vllm and vllm-ascend; prints a line of JSON for each::
+
+    python -m tests.upstream.jobs start           # every start-up of tests/upstream/cases.py
+    python -m tests.upstream.jobs serve 'top-p'   # one of the serving cases
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TextIO
+
+from tests.upstream.cases import CASES, REFUSED, SERVING
+from tests.upstream.engine import import_upstream, start
+from tests.upstream.serving import serve_case
+from xlite_runner.scenario import load_scenario
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to do with upstream's code.
+
+    Attributes:
+        name: Of its case.
+        profile: Kind of device; jobs on one kind share the imports, which upstream does differently for each.
+        work: Does it; returns a dataclass.
+    """
+
+    name: str
+    profile: str
+    work: Callable[[], Any]
+
+
+def start_ups(release: str) -> Iterator[Job]:
+    """The start-ups on a release, refused ones at the end."""
+    for case in (*CASES, *REFUSED.values()):
+        if release in case.releases:
+            scenario = load_scenario(case.scenario, case.settings)
+            yield Job(case.name, scenario.device_profile, partial(start, scenario, case.rank))
+
+
+def servings(release: str) -> Iterator[Job]:
+    """The serving cases on a release."""
+    for case in SERVING:
+        if release in case.releases:
+            scenario = load_scenario(case.scenario, case.settings)
+            yield Job(case.name, scenario.device_profile, partial(serve_case, case, scenario))
+
+
+KINDS = {"start": start_ups, "serve": servings}
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Do something in a process of its own that begins with this one's imports."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def do(jobs: Iterable[Job], results: TextIO) -> None:
+    """Do each job and write its result, or its error, as a line of JSON."""
+
+    def do_one(job: Job) -> None:
+        try:
+            answer = asdict(job.work())
+        except BaseException:  # noqa: BLE001 - whoever reads the line reports it
+            answer = {"error": traceback.format_exc()}
+        print(json.dumps({"case": job.name, **answer}), file=results, flush=True)
+
+    def do_all(profile: str, some: list[Job]) -> None:
+        import_upstream(profile)
+        for job in some:
+            in_child(partial(do_one, job))
+
+    by_profile: dict[str, list[Job]] = defaultdict(list)
+    for job in jobs:
+        by_profile[job.profile].append(job)
+    for profile, some in by_profile.items():
+        in_child(partial(do_all, profile, some))
+
+
+def main() -> None:
+    """Do one kind of jobs and print the results."""
+    from importlib.metadata import version
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("names", nargs="*", help="default: all")
+    options = parser.parse_args()
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # upstream logs to stdout
+    release = version("vllm").removesuffix("+empty")
+    do((job for job in KINDS[options.kind](release) if not options.names or job.name in options.names), results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Serves with upstream's own scheduler and worker on a simulated world: what each step takes, and who holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from npusim.told import ToldTokens
+from tests.upstream.cases import ServingCase
+from tests.upstream.engine import StartedRank, UpstreamResult, started
+from tests.upstream.reference import shortfalls
+from tests.upstream.runner_side import holdings
+from xlite_runner.config import ModelConfig
+from xlite_runner.scenario import Scenario
+
+
+@dataclass
+class Step:
+    """One step of the engine; sizes in bytes.
+
+    Attributes:
+        num_scheduled_tokens: Tokens by request.
+        logits_peak: Most allocated up to the logits, above what was before the step.
+        peak: Most allocated in the whole step, above what was before it.
+        kept: What is allocated after the step and was not before it.
+        reserved: What the caching allocator holds after the step.
+        sampled: New tokens of each request.
+    """
+
+    num_scheduled_tokens: dict[str, int]
+    logits_peak: int
+    peak: int
+    kept: int
+    reserved: int
+    sampled: list[list[int]]
+
+
+@dataclass
+class ServingResult:
+    """What serving took on one rank.
+
+    Attributes:
+        start: The start-up's result.
+        steps: All steps, in order.
+        outputs: Tokens of each request, in the order of the prompts.
+        before: Bytes by owner in the ledger after the start-up.
+        after: The same when all requests are finished.
+    """
+
+    start: UpstreamResult
+    steps: list[Step] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    before: dict[str, int] = field(default_factory=dict)
+    after: dict[str, int] = field(default_factory=dict)
+    shortfalls: list[list[float]] = field(default_factory=list)
+
+
+def serve_case(case: ServingCase, scenario: Scenario) -> ServingResult:
+    """Start upstream, then serve the requests of a case to their end.
+
+    Raises:
+        Exception: What upstream raises.
+    """
+    engine_args = {"async_scheduling": False, "max_logprobs": -1, **case.engine_args}
+    told = None if case.values == "real" else ToldTokens(ModelConfig.from_hf(scenario.model).vocab_size)
+    with started(scenario, case.rank, values=case.values, told_values=told, engine_args=engine_args) as upstream:
+        result = ServingResult(upstream.result, before=holdings(upstream.world, case.rank))
+        scheduler, requests = schedule(upstream, case)
+        result.steps.extend(serve(upstream, scheduler))
+        result.after = holdings(upstream.world, case.rank)
+        result.outputs = [list(request.output_token_ids) for request in requests]
+        if case.values == "real":
+            result.shortfalls = shortfalls(Path(upstream.config.model_config.model), case.prompts, result.outputs)
+        return result
+
+
+def schedule(upstream: StartedRank, case: ServingCase) -> tuple[Any, list[Any]]:
+    """Upstream's scheduler with a case's requests waiting in it, and the requests."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    config, block_size = upstream.config, upstream.config.cache_config.block_size
+    config.cache_config.num_gpu_blocks = upstream.plan.num_blocks
+    init_none_hash(sha256)
+    scheduler = Scheduler(config, upstream.plan, StructuredOutputManager(config), block_size)
+    params = SamplingParams(ignore_eos=True, detokenize=False, **case.sampling)
+    requests = [
+        Request(str(i), list(prompt), params.clone(), None, block_hasher=get_request_block_hasher(block_size, sha256))
+        for i, prompt in enumerate(case.prompts)
+    ]
+    for request in requests:
+        scheduler.add_request(request)
+    return scheduler, requests
+
+
+def serve(upstream: StartedRank, scheduler: Any) -> Iterator[Step]:
+    """Run steps until no request is left."""
+    import torch
+
+    worker, npu = upstream.worker, torch.npu
+    while scheduler.has_requests():
+        plan = scheduler.schedule()
+        npu.reset_peak_memory_stats()
+        idle = npu.memory_allocated()
+        output = worker.execute_model(plan)
+        logits_peak = npu.max_memory_allocated()
+        if output is None:
+            output = worker.sample_tokens(None)
+        if plan.total_num_scheduled_tokens:
+            yield Step(
+                num_scheduled_tokens=dict(plan.num_scheduled_tokens),
+                logits_peak=logits_peak - idle,
+                peak=npu.max_memory_allocated() - idle,
+                kept=npu.memory_allocated() - idle,
+                reserved=npu.memory_reserved(),
+                sampled=[list(map(int, ids)) for ids in output.sampled_token_ids],
+            )
+        scheduler.update_from_output(plan, output)
+        if upstream.config.speculative_config is not None:
+            scheduler.update_draft_token_ids(worker.take_draft_token_ids())

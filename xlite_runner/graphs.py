@@ -134,9 +134,14 @@ class ACLGraphWrapper:
         finally:
             self._capturing_enabled = False
             if graph_pool is not None:
-                self.entries.clear()
-                self.graph_params = GraphParams()
+                self.drop_graphs()
                 self._graph_pool = own_pool
+
+    def drop_graphs(self) -> None:
+        """Forget all graphs, and with them the memory pool, which cannot be used again."""
+        self.entries.clear()
+        self.graph_params = GraphParams()
+        self._graph_pool = torch_npu.npu.graph_pool_handle()
 
     def __call__(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext, **model_kwargs: Any

@@ -46,6 +46,30 @@ class MemorySnapshot:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """What is in use at one moment.
+
+    Attributes:
+        allocated_bytes: In torch's tensors.
+        reserved_bytes: Held by torch's caching allocator.
+        free_bytes: Free on the whole device.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    free_bytes: int
+
+    @classmethod
+    def measure(cls, device: torch.device) -> MemoryUse:
+        """Read the device; nothing changes by that."""
+        return cls(
+            allocated_bytes=torch_npu.npu.memory_allocated(device),
+            reserved_bytes=torch_npu.npu.memory_reserved(device),
+            free_bytes=torch_npu.npu.mem_get_info(device)[0],
+        )
+
+
 class DeviceMemoryProfiler:
     """Meters what a block of code leaves allocated; upstream measures the weights with it.
 

@@ -304,7 +304,12 @@ class NPUModelRunner:
         if block_size % KERNEL_BLOCK_SIZE:
             raise ValueError(f"No common block size for {block_size}. ")
         with torch.inference_mode():
-            self.kv_caches = allocate_kv_caches(kv_cache_config, self.dtype, self.device)
+            self.kv_caches = allocate_kv_caches(
+                kv_cache_config,
+                self.dtype,
+                self.device,
+                aligned_for_transfer=self.config.cache.aligned_for_transfer,
+            )
         bind_kv_caches(kv_cache_config, self.kv_caches, self.attention_layers)
 
     def drop_kv_cache(self) -> None:
@@ -353,6 +358,11 @@ class XliteModelRunner(NPUModelRunner):
         super().initialize_kv_cache(kv_cache_config)
         # xlite 0.1 refuses more layers than it has; the drafter's is behind them.
         self.model.register_kv_caches(self.kv_caches[: self.config.model.num_hidden_layers])
+
+    def drop_kv_cache(self) -> None:
+        """Let go of the KV cache, xlite too."""
+        super().drop_kv_cache()
+        self.model.register_kv_caches(())
 
     def _should_build_dummy_attn_metadata(
         self, *, force_attention: bool, is_profile: bool, cudagraph_runtime_mode: CUDAGraphMode

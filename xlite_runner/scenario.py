@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from xlite_runner.config import EngineArgs, ProfilePolicy
-from xlite_runner.config.engine_args import XliteGraphArgs
+from xlite_runner.config.engine_args import AuditArgs, KVTransferArgs, XliteGraphArgs
 from xlite_runner.errors import ScenarioError
 from xlite_runner.serving.faults import Fault
 from xlite_runner.serving.metrics import BenchOptions, Goodput
@@ -111,8 +111,14 @@ class Scenario(EngineArgs):
         return _of_rank(self.total_memory_bytes, rank)
 
     def free_memory_of(self, rank: int, policy: ProfilePolicy) -> int | None:
-        """Memory free on a rank's device when the start-up takes its first snapshot, or None: as the profile says."""
-        return _of_rank((self.free_memory_bytes or {}).get(policy), rank)
+        """Memory free on a rank's device when the start-up takes its first snapshot, or None: as the profile says.
+
+        Under policy ``audited`` it is as under ``skip``, unless the scenario says otherwise.
+        """
+        by_policy = self.free_memory_bytes or {}
+        if policy is ProfilePolicy.AUDITED and policy not in by_policy:
+            policy = ProfilePolicy.SKIP
+        return _of_rank(by_policy.get(policy), rank)
 
     def other_processes_of(self, rank: int) -> list[OtherProcess]:
         """The foreign processes on a rank's device."""
@@ -157,7 +163,8 @@ class Scenario(EngineArgs):
 
 
 SCENARIO_KEYS = tuple(Scenario.model_fields)
-_TABLES = (XliteGraphArgs, OtherProcess, Workload, SamplingParams, BenchOptions, Goodput, Fault)
+_ENGINE_TABLES = (XliteGraphArgs, KVTransferArgs, AuditArgs)
+_TABLES = (*_ENGINE_TABLES, OtherProcess, Workload, SamplingParams, BenchOptions, Goodput, Fault)
 _KNOWN_KEYS = (*SCENARIO_KEYS, *(key for table in _TABLES for key in table.model_fields))
 
 

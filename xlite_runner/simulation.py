@@ -10,17 +10,21 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from xlite_runner.audit.result import AuditResult
 from xlite_runner.config import ProfilePolicy, RunnerConfig
 from xlite_runner.result import LedgerRow, ProfileResult
 from xlite_runner.scenario import Scenario
 from xlite_runner.serving.clock import Clock, HostOverhead
 
 if TYPE_CHECKING:
+    from npusim.device.ledger import LedgerEntry
     from npusim.device.profile import DeviceProfile
     from npusim.torch_backend.values import Told
     from npusim.world import SimWorld
+    from xlite_runner.engine import EngineCore
 
 
 def start(
@@ -45,16 +49,80 @@ def start(
         WorldError: The scenario's memory figures contradict each other.
         ValueError, AssertionError, torch.OutOfMemoryError: What the engine's start raises.
     """
+    with _started(scenario, config, policy, profile, on_stage) as (world, engine, lines):
+        return engine.result(lines, ledgers(world), world.event_log.digest)
+
+
+def audit(
+    scenario: Scenario,
+    config: RunnerConfig,
+    policy: ProfilePolicy,
+    *,
+    on_stage: Callable[[str], None] | None = None,
+) -> AuditResult:
+    """Start the runner once, let it serve the worst cases that the configuration admits, and account for the memory.
+
+    Args:
+        scenario: Device, memory and other processes.
+        config: The engine's configuration, with what the audit admits.
+        policy: What the profile run executes in xlite full mode.
+        on_stage: Called with the name of each stage as it begins, the last one is ``audit``.
+
+    Raises:
+        Exception: As :func:`start`. What goes wrong in serving is no error, but in the result.
+    """
+    with _started(scenario, config, policy, None, on_stage) as (world, engine, lines):
+        profile = engine.result(lines, ledgers(world), world.event_log.digest)
+        result = AuditResult(profile=profile, ranks=engine.audit(_WorldLedger(world)))
+    if not result.ran_out_of_memory:
+        return result
+    num_blocks = profile.num_gpu_blocks
+    cache = replace(config.cache, num_gpu_blocks_override=num_blocks // 2)
+    with _started(scenario, replace(config, cache=cache), policy, None, None) as (world, engine, _):
+        measured = engine.audit(_WorldLedger(world), num_blocks)
+    pairs = zip(result.ranks, measured, strict=True)
+    return AuditResult(profile=profile, ranks=tuple(more.after_running_out_of_memory(first) for first, more in pairs))
+
+
+@contextmanager
+def _started(
+    scenario: Scenario,
+    config: RunnerConfig,
+    policy: ProfilePolicy,
+    profile: DeviceProfile | None,
+    on_stage: Callable[[str], None] | None,
+) -> Iterator[tuple[SimWorld, EngineCore, list[str]]]:
+    """A world, an engine started in it, and the lines of its log."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not by name
 
-    world = build_world(scenario, config, policy, profile)
+    from npusim.told import ToldTokens
+
+    told = ToldTokens(config.model.vocab_size, config.seed)
+    world = build_world(scenario, config, policy, profile, told_values=told)
     with world, captured_log() as lines:
         from xlite_runner.engine import EngineCore  # imports torch_npu, which only now is the double
 
         with imports_out_of_the_collectors_way():
             engine = EngineCore(config, policy, world.run_ranks, HashStore(), on_stage)
             engine.start()
-        return engine.result(lines, ledgers(world), world.event_log.digest)
+            yield world, engine, lines
+
+
+class _WorldLedger:
+    """The ledgers of a simulated world, as an audit looks at them."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self._world = world
+
+    def outside_torch(self, rank: int) -> list[LedgerRow]:
+        rows = map(_row, self._world.cards[rank].ledger.holdings())
+        return [row for row in rows if row.owner != "torch segment"]
+
+    def peak(self, rank: int) -> list[LedgerRow]:
+        return [_row(entry) for entry in self._world.cards[rank].ledger.peak_holdings()]
+
+    def reset_peak(self, rank: int) -> None:
+        self._world.cards[rank].ledger.reset_peak()
 
 
 def build_world(
@@ -113,19 +181,17 @@ def host_overhead(world: SimWorld) -> HostOverhead:
 
 def ledgers(world: SimWorld) -> list[list[LedgerRow]]:
     """Who owns each device's memory."""
-    return [
-        [
-            LedgerRow(
-                owner=entry.owner.value,
-                label=entry.label,
-                num_bytes=entry.num_bytes,
-                grade=entry.grade.value,
-                source=entry.source,
-            )
-            for entry in card.ledger.entries()
-        ]
-        for card in world.cards
-    ]
+    return [[_row(entry) for entry in card.ledger.entries()] for card in world.cards]
+
+
+def _row(entry: LedgerEntry) -> LedgerRow:
+    return LedgerRow(
+        owner=entry.owner.value,
+        label=entry.label,
+        num_bytes=entry.num_bytes,
+        grade=entry.grade.value,
+        source=entry.source,
+    )
 
 
 @contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 import torch_npu
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
 
+from xlite_runner.audit.reservation import measure_serving
 from xlite_runner.budget import (
     GIB,
     NonKVMemory,
@@ -26,7 +27,7 @@ from xlite_runner.budget import (
 from xlite_runner.config import CUDAGraphMode, ProfilePolicy, RunnerConfig
 from xlite_runner.kv_cache.planning import KVCacheConfig
 from xlite_runner.kv_cache.specs import KVCacheSpec
-from xlite_runner.memory_profiling import MemorySnapshot, memory_profiling
+from xlite_runner.memory_profiling import MemorySnapshot, MemoryUse, memory_profiling
 from xlite_runner.parallel_state import initialize_parallel_state
 from xlite_runner.runner import NPUModelRunner, XliteModelRunner
 from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
@@ -36,7 +37,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class WorkerMemory:
-    """What a worker has measured so far, in bytes."""
+    """What a worker has measured so far, in bytes.
+
+    Attributes:
+        after_stage: What was in use after each of :data:`xlite_runner.stages.STAGES`.
+    """
 
     init_snapshot: MemorySnapshot
     requested: float
@@ -44,6 +49,7 @@ class WorkerMemory:
     available_kv_cache: float = 0.0
     graph: int = 0
     graph_estimate: int = 0
+    after_stage: dict[str, MemoryUse] = field(default_factory=dict)
 
 
 class NPUWorker:
@@ -54,10 +60,19 @@ class NPUWorker:
         rank: Number among all workers.
         local_rank: Index of its device.
         store: Where the workers find each other.
+        policy: What is executed to find out how much memory the KV cache can have.
     """
 
-    def __init__(self, config: RunnerConfig, rank: int, local_rank: int, store: Store) -> None:
+    def __init__(
+        self,
+        config: RunnerConfig,
+        rank: int,
+        local_rank: int,
+        store: Store,
+        policy: ProfilePolicy = ProfilePolicy.RUNNABLE,
+    ) -> None:
         self.config = config
+        self.policy = policy
         self.rank = rank
         self.local_rank = local_rank
         self._store = store
@@ -139,6 +154,10 @@ class NPUWorker:
             peak_activation=profile_torch_peak - result.before_profile.torch_peak,
             non_torch=result.non_torch_increase,
         )
+        if self.policy is ProfilePolicy.AUDITED:
+            need = measure_serving(self, self.memory.requested - non_kv.total)
+            self.memory.graph_estimate = need.graph_bytes
+            non_kv = replace(non_kv, serving=need.total_bytes - non_kv.total - need.graph_bytes)
         free_memory = result.after_profile.free_memory
         if init.free_memory <= free_memory:
             raise AssertionError(
@@ -152,7 +171,7 @@ class NPUWorker:
             self.memory.requested, non_kv, self.memory.graph_estimate
         )
         logger.info("%s", available_kv_cache_message(self.memory.available_kv_cache))
-        if self.memory.graph_estimate > 0:
+        if self._estimates_graphs and self.memory.graph_estimate > 0:
             utilization = self.config.cache.gpu_memory_utilization
             logger.info("%s", graph_estimate_message(utilization, self.memory.graph_estimate, init.total_memory))
         return int(self.memory.available_kv_cache)
@@ -212,19 +231,7 @@ class NPUWorker:
 
 
 class XliteWorker(NPUWorker):
-    """A worker with xlite.
-
-    Args:
-        config: The engine's configuration.
-        rank: Number among all workers.
-        local_rank: Index of its device.
-        store: Where the workers find each other.
-        policy: What the profile run executes in full mode.
-    """
-
-    def __init__(self, config: RunnerConfig, rank: int, local_rank: int, store: Store, policy: ProfilePolicy) -> None:
-        super().__init__(config, rank, local_rank, store)
-        self.policy = policy
+    """A worker with xlite."""
 
     def _make_runner(self, groups: object) -> NPUModelRunner:
         return XliteModelRunner(self.config, groups, self.device, self.policy)  # type: ignore[arg-type]

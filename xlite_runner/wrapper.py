@@ -41,6 +41,7 @@ class Revision:
 REVISIONS: Mapping[ProfilePolicy, Revision] = {
     ProfilePolicy.RUNNABLE: Revision(skips_profile_run=False, tells_moe_sizes=False, forwards_kwargs=False),
     ProfilePolicy.SKIP: Revision(skips_profile_run=True, tells_moe_sizes=True, forwards_kwargs=True),
+    ProfilePolicy.AUDITED: Revision(skips_profile_run=True, tells_moe_sizes=True, forwards_kwargs=True),
 }
 
 

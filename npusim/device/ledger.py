@@ -119,14 +119,13 @@ class Ledger:
         self.peak_bytes = self.used_bytes
         self._peak_sums = None
 
+    def holdings(self) -> tuple[LedgerEntry, ...]:
+        """Who holds the bytes in use: one entry per owner and label, without those that hold nothing."""
+        return _entries(self._sums)
+
     def peak_holdings(self) -> tuple[LedgerEntry, ...]:
-        """Who held the bytes when most were in use: one entry per owner and label, without those that held nothing."""
-        sums = self._sums if self._peak_sums is None else self._peak_sums
-        return tuple(
-            LedgerEntry(owner, label, num_bytes, grade, source)
-            for (owner, label, grade, source), num_bytes in sums.items()
-            if num_bytes
-        )
+        """The same for the moment when most were in use."""
+        return _entries(self._sums if self._peak_sums is None else self._peak_sums)
 
     def entries(self) -> tuple[LedgerEntry, ...]:
         """All holdings, oldest first."""
@@ -138,3 +137,11 @@ class Ledger:
         for (owner, _, _, _), num_bytes in self._sums.items():
             sums[owner] += num_bytes
         return {owner: num_bytes for owner, num_bytes in sums.items() if num_bytes}
+
+
+def _entries(sums: dict[_Kind, int]) -> tuple[LedgerEntry, ...]:
+    return tuple(
+        LedgerEntry(owner, label, num_bytes, grade, source)
+        for (owner, label, grade, source), num_bytes in sums.items()
+        if num_bytes
+    )

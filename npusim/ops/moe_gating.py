@@ -9,6 +9,7 @@ from torch import Tensor
 
 from npusim.ops.operator import SYSTEM_WORKSPACE_BYTES, operator
 from npusim.ops.refusal import refusal, type_name
+from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32)
@@ -51,7 +52,9 @@ def _gating_results(x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
             f"float16、float32 or bfloat16 tensor expected but got a tensor with dtype: {type_name(x.dtype)}"
         )
     rows = x.shape[0]
-    return new_like(x, (rows, k)), new_like(x, (rows, k), torch.int32), new_like(x, dtype=torch.float32)
+    weights, experts = new_like(x, (rows, k)), new_like(x, (rows, k), torch.int32)
+    platform().values.tell_choices(experts, x.shape[1])
+    return weights, experts, new_like(x, dtype=torch.float32)
 
 
 @operator("npu::npu_moe_gating_top_k", computes=_gating_top_k)

@@ -20,8 +20,15 @@ from npusim.torch_backend.storage import StorageTable, offset_of, span_bytes
 Compute = Callable[..., Any]
 """Computes an operator on host tensors; returns its results in the order of the operator's new outputs."""
 
-Told = Callable[[torch.Tensor], torch.Tensor | None]
-"""Says what a device tensor that nobody computed reads as, a host tensor of its shape; or None, which is an error."""
+
+class Told(Protocol):
+    """Says numbers that nobody computed."""
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a device tensor reads as, a host tensor of its shape; or None, which is an error."""
+
+    def choices(self, tensor: torch.Tensor, num_choices: int) -> Callable[[], torch.Tensor]:
+        """Computes a host tensor of this one's shape, whose rows are different whole numbers below ``num_choices``."""
 
 
 class Bytes:
@@ -86,6 +93,9 @@ class Values(Protocol):
 
     def forget(self, targets: Sequence[torch.Tensor]) -> None:
         """These were written by something that computes nothing."""
+
+    def tell_choices(self, target: torch.Tensor, num_choices: int) -> None:
+        """In case that nobody computes it: each row of ``target`` chooses among ``num_choices``."""
 
     def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:
         """What is known of a storage of ``num_bytes`` bytes after it became one of ``new_num_bytes``."""
@@ -245,6 +255,10 @@ class RealValues(_Values):
         """Nothing is forgotten: the old numbers stay."""
         return
 
+    def tell_choices(self, target: torch.Tensor, num_choices: int) -> None:  # noqa: ARG002
+        """Everything is computed."""
+        return
+
     def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:  # noqa: ARG002
         """See :class:`Values`; zeros follow."""
         return None if value is None else Bytes(_prefix(value, new_num_bytes))
@@ -273,7 +287,7 @@ class ShapeValues(_Values):
         told: Told | None = None,
         eager_limit_bytes: int = 1 << 16,
         max_depth: int = 32,
-        max_chained_bytes: int = 1 << 28,
+        max_chained_bytes: int = 1 << 24,
     ) -> None:
         super().__init__(storages)
         self._told = told
@@ -344,6 +358,11 @@ class ShapeValues(_Values):
                 elif left != known:
                     value.is_awaited = True
                     record.value = self._lazy(value.host, record.num_bytes, value.depth, left)
+
+    def tell_choices(self, target: torch.Tensor, num_choices: int) -> None:
+        """See :class:`Values`; drawn only when read."""
+        if self._told is not None:
+            self.update((target,), (), self._told.choices(target, num_choices))
 
     def resized(self, value: Bytes | None, num_bytes: int, new_num_bytes: int) -> Bytes | None:
         """See :class:`Values`; what follows a storage that is known is zeros."""

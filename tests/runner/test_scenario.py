@@ -166,6 +166,8 @@ def test_flags_are_vllms() -> None:
     """)
     flags += ["--additional-config", '{"xlite_graph_config": {"full_mode": true}}']
     flags += ["--speculative-config", '{"num_speculative_tokens": 1}']
+    flags += ["--kv-transfer-config", '{"kv_connector": "MooncakeConnector", "kv_role": "kv_both"}']
+    flags += ["--audit", '{"sampling": ["top_p"]}']
     overrides = overrides_of(*flags)
     assert overrides == {
         "model": Path("other.json"),
@@ -197,6 +199,8 @@ def test_flags_are_vllms() -> None:
         "other_processes": [{"name": "train", "memory_bytes": 5}],
         "xlite_graph_config": {"full_mode": True},
         "num_speculative_tokens": 1,
+        "kv_transfer_config": {"kv_connector": "MooncakeConnector", "kv_role": "kv_both"},
+        "audit": {"sampling": ["top_p"]},
     }
     assert overrides.keys() == Scenario.model_fields.keys() - {"workload", "bench", "faults"}  # bench has those
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -46,6 +46,12 @@ class XliteModel(ABC):
         set_known_attributes(native_config, self.config_values, warn=rank == 0)
         self.native.init(native_config, rank)
         self.freqs_cis = self.precompute_freqs_cis()
+
+    def tensors(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """What xlite works from, by its names."""
+        weights = {name: getattr(self.native, name) for name in self.build_weights() if hasattr(self.native, name)}
+        named = {"freqs_cis": self.freqs_cis, **weights}
+        return {name: value if isinstance(value, Sequence) else (value,) for name, value in named.items()}
 
     @abstractmethod
     def build_config(self) -> Mapping[str, Any]:

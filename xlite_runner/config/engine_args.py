@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt, Strict
 
 from xlite_runner.config.environment import validate_environment
 
@@ -16,6 +16,46 @@ class XliteGraphArgs(BaseModel):
 
     enabled: bool = False
     full_mode: bool = False
+
+
+class KVTransferArgs(BaseModel):
+    """Upstream's ``kv_transfer_config``, as far as it changes what is allocated: whether there is one."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    kv_connector: str = Field(min_length=1)
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
+
+
+SamplingFeature = Literal[
+    "temperature", "top_p", "top_k", "min_p", "penalties", "logprobs", "seed", "allowed_token_ids", "prompt_logprobs"
+]
+"""Named like the sampling parameters of vLLM; ``penalties`` stands for all three."""
+
+
+class AuditArgs(BaseModel):
+    """What serving may do, as far as an audit of the memory set aside for it has to know (``docs/audit.md``).
+
+    Attributes:
+        sampling: What clients may use; without any, sampling is greedy.
+        fallback_paths: Whether steps may come to the model itself in xlite's full mode.
+        sleep_level: The deepest level at which the engine may be put to sleep; 0 is never.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    sampling: Annotated[tuple[SamplingFeature, ...], Strict(False)] = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "penalties",
+        "logprobs",
+        "seed",
+        "allowed_token_ids",
+    )
+    fallback_paths: bool = False
+    sleep_level: Literal[0, 1, 2] = 0
 
 
 class EngineArgs(BaseModel):
@@ -47,5 +87,7 @@ class EngineArgs(BaseModel):
     enforce_eager: bool = False
     num_speculative_tokens: PositiveInt | None = None
     xlite_graph_config: XliteGraphArgs = XliteGraphArgs()
+    kv_transfer_config: KVTransferArgs | None = None
+    audit: AuditArgs = AuditArgs()
     environment: Annotated[dict[str, str], BeforeValidator(validate_environment)] = Field(default_factory=dict)
     seed: NonNegativeInt = 0

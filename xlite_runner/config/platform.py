@@ -85,12 +85,14 @@ def check_and_update_config(args: EngineArgs, model: ModelConfig) -> RunnerConfi
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
             num_gpu_blocks_override=args.num_gpu_blocks_override,
             enable_prefix_caching=args.enable_prefix_caching,
+            aligned_for_transfer=args.kv_transfer_config is not None,
         ),
         compilation=compilation,
         ascend=AscendConfig(xlite_graph_config=xlite),
         speculative=SpeculativeConfig(num_speculative_tokens) if num_speculative_tokens else None,
         environment=_environment(args),
         seed=args.seed,
+        audit=args.audit,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from xlite_runner.config.engine_args import AuditArgs
 from xlite_runner.config.model_config import ModelConfig
 
 
@@ -16,6 +17,8 @@ class ProfilePolicy(Enum):
     """The ACL-graph runnable, as for any other model (vllm-ascend before PR #11380)."""
     SKIP = "skip"
     """Nothing: the wrapper returns its hidden-states buffer (PR #11380)."""
+    AUDITED = "audited"
+    """Nothing either, but then serving's worst cases run for real, and what they take is set aside."""
 
 
 class CUDAGraphMode(Enum):
@@ -118,7 +121,8 @@ class SchedulerConfig:
 class CacheConfig:
     """The KV cache: tokens per block, and the memory it may take.
 
-    With ``kv_cache_memory_bytes`` the utilization is not respected.
+    With ``kv_cache_memory_bytes`` the utilization is not respected. With ``aligned_for_transfer`` every tensor begins
+    at a multiple of 2 MiB, as the transfer of KV caches between engines wants it.
     """
 
     block_size: int
@@ -126,6 +130,7 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     num_gpu_blocks_override: int | None = None
     enable_prefix_caching: bool = True
+    aligned_for_transfer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +186,7 @@ class RunnerConfig:
     speculative: SpeculativeConfig | None
     environment: Mapping[str, str]
     seed: int
+    audit: AuditArgs
 
     @property
     def uniform_decode_query_len(self) -> int:

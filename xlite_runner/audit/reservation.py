@@ -1,0 +1,110 @@
+"""What policy ``audited`` sets aside: what serving's worst cases take, measured before the KV cache is sized."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch_npu
+
+from xlite_runner.audit.cases import AuditCase, audit_cases
+from xlite_runner.audit.probe import Measurement, run_audit
+from xlite_runner.budget import format_gib
+from xlite_runner.kv_cache.planning import KVCacheConfig, plan_kv_cache
+
+if TYPE_CHECKING:
+    from xlite_runner.worker import NPUWorker
+
+logger = logging.getLogger(__name__)
+
+MIN_BLOCKS = 2
+"""The null block, and one that all requests share."""
+PAGE_BYTES = {True: 20 << 20, False: 2 << 20}
+"""What the allocator takes at a time, with and without expandable segments (exact: torch_npu 2.13.0)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingNeed:
+    """What was in use at serving's worst moment beyond the KV cache, and the part of it that graph capture took."""
+
+    total_bytes: int
+    graph_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """One run through all cases on a KV cache of its own."""
+
+    peak_in_use_bytes: int
+    graph_bytes: int
+    worst: Measurement
+    last: Measurement
+
+
+def measure_serving(worker: NPUWorker, available_bytes: float) -> ServingNeed:
+    """Run serving's worst cases on a provisional KV cache, which is given back afterwards.
+
+    They run twice. What the first time leaves behind, such as communicators and the causal mask, is there before the
+    KV cache of the second time, as it will be before the real one. The second time is measured, on tensors that are
+    too large for gaps between others, as the real ones are. The real cache ends elsewhere in a page of the allocator,
+    so that one page more may be in use.
+
+    Args:
+        worker: With its model loaded, and without KV cache. All ranks have to do this at the same time.
+        available_bytes: What the profile run left for the KV cache; half of it is used.
+
+    Raises:
+        torch.OutOfMemoryError: A case does not even fit beside a small KV cache.
+    """
+    cases = audit_cases(worker.config)
+    last = _run_all(worker, _plan(worker, 0), cases).last
+    if last.error is not None:
+        if last.ran_out_of_memory:
+            raise last.error
+        logger.warning("Serving fails whatever the memory: %s: %s", last.case.name, last.error)
+        cases = cases[: cases.index(last.case)]
+    plan = _plan(worker, available_bytes / 2)
+    measured = _run_all(worker, plan, cases)
+    if measured.last.error is not None:
+        raise measured.last.error
+    needed = measured.peak_in_use_bytes - plan.num_blocks * plan.group.bytes_per_block + _rounding_bytes(worker, plan)
+    logger.info(
+        "Serving takes %s GiB besides the KV cache, at most in: %s.", format_gib(needed), measured.worst.case.name
+    )
+    return ServingNeed(total_bytes=needed, graph_bytes=measured.graph_bytes)
+
+
+def _plan(worker: NPUWorker, available_bytes: float) -> KVCacheConfig:
+    """As many blocks as that is for, but enough for the captures, too."""
+    specs = worker.model_runner.get_kv_cache_spec()
+    num_blocks = max(worker.config.compilation.max_cudagraph_capture_size, MIN_BLOCKS)
+    bytes_per_block = plan_kv_cache(specs, 1).group.bytes_per_block
+    return plan_kv_cache(specs, max(num_blocks, int(available_bytes) // bytes_per_block))
+
+
+def _rounding_bytes(worker: NPUWorker, plan: KVCacheConfig) -> int:
+    """By how much more than the provisional cache the real one may exceed its tensors."""
+    is_expandable = "expandable_segments:True" in worker.config.environment["PYTORCH_NPU_ALLOC_CONF"]
+    return PAGE_BYTES[is_expandable] * (1 if is_expandable else 2 * len(plan.tensors))
+
+
+def _run_all(worker: NPUWorker, plan: KVCacheConfig, cases: Sequence[AuditCase]) -> _Pass:
+    runner = worker.model_runner
+    free_at_start = worker.memory.init_snapshot.free_memory
+    runner.initialize_kv_cache(plan)
+    graph_bytes = 0 if worker.config.compilation.enforce_eager else runner.graphs.capture_model()
+    measurements = run_audit(worker, plan.num_blocks, cases=cases)
+    runner.drop_kv_cache()
+    runner.graphs.drop()
+    gc.collect()
+    torch_npu.npu.empty_cache()
+    worst = max(measurements, key=lambda case: case.peak_in_use_bytes(free_at_start))
+    return _Pass(
+        peak_in_use_bytes=worst.peak_in_use_bytes(free_at_start),
+        graph_bytes=graph_bytes,
+        worst=worst,
+        last=measurements[-1],
+    )

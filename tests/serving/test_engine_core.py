@@ -197,7 +197,7 @@ class TestReplicas:
         engine = ServingEngine.from_config(config, 10, WorkerExecutor(workers, 2, run_in_turns))
         assert [type(scheduler) for scheduler in engine.schedulers] == [AsyncScheduler] * 2
         assert engine.schedulers[0].kv_cache_manager.block_pool.num_blocks == 10
-        engine.add_request(make_request("a", 10, max_tokens=1))
+        engine.add_request(Request("a", range(10), SamplingParams(max_tokens=1)))
         engine.step()
         assert [worker.num_dummy_batches for worker in workers] == [0, 1 if lockstep else 0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from npusim.told import ToldTokens
 from tests.serving.conftest import DECODE_ONLY, DENSE, FULL, OFF
@@ -162,3 +163,24 @@ def test_first_step_takes_what_stays(make_worker, npu_world):
     run_step(worker.execute_model, clients, {client.req_id: 1 for client in clients})
     assert torch.npu.memory_allocated() - before == MASK_BYTES
     assert npu_world.cards[0].ledger.bytes_by_owner()["xlite tables"] - tables == taken
+
+
+@pytest.mark.npu_settings(
+    num_devices=2, environment={"XLITE_DISABLE_XCCL": "1"}, told_values=ToldTokens(DENSE["vocab_size"])
+)
+@pytest.mark.needs("ranks", "ledger")
+def test_without_xccl_the_first_step_opens_a_communicator(make_worker, npu_world):
+    store = dist.HashStore()
+    workers = npu_world.run_ranks(
+        [lambda rank=rank: make_worker(DENSE, FULL, rank, store, tensor_parallel_size=2) for rank in range(2)]
+    )
+
+    def labels():
+        return {
+            entry.label.partition(":")[0] for entry in npu_world.cards[0].ledger.entries() if "buffers" in entry.label
+        }
+
+    assert labels() == set()
+    step = schedule([Client("r", range(5))], {"r": 5})
+    npu_world.run_ranks([lambda worker=worker: worker.execute_model(step) for worker in workers])
+    assert labels() == {"tp", "xlite TP"}  # of the logits' gathering, and xlite's own

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from tests.serving.conftest import DENSE, FULL, OFF
+from xlite_runner.config import EngineArgs, ModelConfig, check_and_update_config
 from xlite_runner.serving.engine_core import ServingEngine
 from xlite_runner.serving.executor import WorkerExecutor
 from xlite_runner.serving.request import FinishReason, Request
@@ -75,3 +78,22 @@ def test_neither_preemption_nor_chunks_nor_drafts_change_the_tokens(make_worker,
     tokens, _, num_preemptions = serve(worker, SCARCE, params)
     assert num_preemptions > 0
     assert tokens == undisturbed[params]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([1, 512], {}, "Token id 512 is out of vocabulary"),
+        ([1, -1], {}, "Token id -1 is out of vocabulary"),
+        ([1], {"allowed_token_ids": ()}, "allowed_token_ids is not None and empty!"),
+        ([1], {"allowed_token_ids": (3, 512)}, "allowed_token_ids contains out-of-vocab token id!"),
+        ([1], {"stop_token_ids": (-3,)}, "stop_token_ids contains out-of-vocab token id!"),
+        ([1], {"logprobs": 600}, "Requested sample logprobs of 600, which is greater than max allowed: 512"),
+    ],
+)
+def test_tokens_outside_of_the_vocabulary_are_refused(prompt, params, message):
+    config = check_and_update_config(EngineArgs(max_num_batched_tokens=512), ModelConfig.from_hf(DENSE))
+    engine = ServingEngine.from_config(config, 8, WorkerExecutor([None], 1, None))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        engine.add_request(Request("r", prompt, SamplingParams(**params)))
+    assert not engine.has_unfinished_requests

@@ -96,3 +96,16 @@ def test_mask_of_allowed_tokens_stays(measured_step, started_seed):
     for step in range(2):
         serve_once(measured_step, f"allowed{step}", temperature=0.0, allowed_token_ids=(1, 2))
         assert torch.npu.memory_allocated(0) - before == LOGITS_BYTES + 512  # torch_npu adds 32 bytes, and rounds
+
+
+def test_log_probabilities_of_a_prompt(measured_step):
+    """All of a chunk at once: 10 bytes for each logit of each of its tokens, far above any other step."""
+    num_logits = 1024
+    client = Client("scored", range(num_logits + 1), SamplingParams(temperature=0.0, prompt_logprobs=1), range(1, 10))
+    output = run_step(measured_step, [client], {"scored": num_logits + 1})
+    run_step(measured_step, [], {}, finished=["scored"])
+    assert len(output.prompt_logprobs["scored"].logprobs) == num_logits
+    own_logits_mib = 2 * VOCAB_SIZE / MIB  # of the token that is sampled
+    assert measured_step.memory[0][0] / MIB == pytest.approx(
+        10 * num_logits * VOCAB_SIZE / MIB + own_logits_mib, abs=0.2
+    )

@@ -99,9 +99,18 @@ class ServingEngine:
         executor: Runs their steps.
         lockstep: Whether the replicas' forwards contain common collectives, as those of a mixture of experts do. A
             replica without tokens then runs dummy batches for as long as any replica has work.
+        vocab_size: The model's; None checks no token.
     """
 
-    def __init__(self, schedulers: Sequence[Scheduler], executor: Executor, *, lockstep: bool = False) -> None:
+    def __init__(
+        self,
+        schedulers: Sequence[Scheduler],
+        executor: Executor,
+        *,
+        lockstep: bool = False,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
         self.schedulers = list(schedulers)
         self._replicas = [_Replica(scheduler, 1 + isinstance(scheduler, AsyncScheduler)) for scheduler in schedulers]
         self._executor = executor
@@ -121,6 +130,7 @@ class ServingEngine:
             ],
             executor,
             lockstep=num_replicas > 1 and config.model.moe is not None,
+            vocab_size=config.model.vocab_size,
         )
 
     @property
@@ -157,10 +167,11 @@ class ServingEngine:
             The replica's number.
 
         Raises:
-            ValueError: The prompt is too long (upstream's text), ``min_tokens`` does not fit, the id is in use, or no
-                replica has that rank.
+            ValueError: The prompt is too long, or tokens are outside of the vocabulary (upstream's texts),
+                ``min_tokens`` does not fit, the id is in use, or no replica has that rank.
         """
         self._check_length(request)
+        self._check_vocabulary(request)
         if data_parallel_rank is None:
             scores = [len(scheduler.waiting) * 4 + len(scheduler.running) for scheduler in self.schedulers]
             data_parallel_rank = scores.index(min(scores))
@@ -205,6 +216,15 @@ class ServingEngine:
         if self._step_counter % STEPS_BETWEEN_AGREEMENTS == 0 and not self.has_unfinished_requests:
             self._engines_running = False
             self._step_counter = 0
+
+    def _check_vocabulary(self, request: Request) -> None:
+        if self._vocab_size is None:
+            return
+        smallest, largest = min(request.prompt_token_ids), max(request.prompt_token_ids)
+        for token_id in (smallest, largest):
+            if not 0 <= token_id < self._vocab_size:
+                raise ValueError(f"Token id {token_id} is out of vocabulary")
+        request.sampling_params.verify(self._vocab_size)
 
     def _check_length(self, request: Request) -> None:
         num_tokens, max_model_len = request.num_prompt_tokens, self.schedulers[0].config.max_model_len

@@ -53,6 +53,25 @@ class SamplingParams(BaseModel):
         """Whether the most probable token is taken; the filters then have no effect."""
         return self.temperature < SAMPLING_EPS
 
+    def verify(self, vocab_size: int) -> None:
+        """Check what only a model can tell.
+
+        Raises:
+            ValueError: Tokens outside of its vocabulary, none to choose from, or more log probabilities than there are
+                tokens; the first two in upstream's text.
+        """
+        allowed = self.allowed_token_ids
+        if allowed is not None and not allowed:
+            raise ValueError("allowed_token_ids is not None and empty!")
+        for name, token_ids in (("allowed_token_ids", allowed or ()), ("stop_token_ids", self.stop_token_ids)):
+            if not all(0 <= token_id < vocab_size for token_id in token_ids):
+                raise ValueError(f"{name} contains out-of-vocab token id!")
+        for name, number in (("sample", self.logprobs), ("prompt", self.prompt_logprobs)):
+            if number is not None and number > vocab_size:
+                raise ValueError(
+                    f"Requested {name} logprobs of {number}, which is greater than max allowed: {vocab_size}"
+                )
+
     @model_validator(mode="after")
     def _check_min_tokens(self) -> Self:
         if self.min_tokens > self.max_tokens:

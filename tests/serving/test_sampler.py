@@ -98,7 +98,7 @@ def penalised(logits, params):
         {},
         {"repetition_penalty": 1.7, "presence_penalty": 1.5, "frequency_penalty": -0.7},
         {"allowed_token_ids": (5, 6, 39)},
-        {"min_tokens": 9, "stop_token_ids": (8,)},
+        {"min_tokens": 9, "stop_token_ids": (8, 4000)},
     ],
     ids=["plain", "penalties", "allowed", "minimal length"],
 )

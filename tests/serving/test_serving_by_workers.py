@@ -87,7 +87,6 @@ def test_neither_preemption_nor_chunks_nor_drafts_change_the_tokens(make_worker,
         ([1, -1], {}, "Token id -1 is out of vocabulary"),
         ([1], {"allowed_token_ids": ()}, "allowed_token_ids is not None and empty!"),
         ([1], {"allowed_token_ids": (3, 512)}, "allowed_token_ids contains out-of-vocab token id!"),
-        ([1], {"stop_token_ids": (-3,)}, "stop_token_ids contains out-of-vocab token id!"),
         ([1], {"logprobs": 600}, "Requested sample logprobs of 600, which is greater than max allowed: 512"),
     ],
 )

@@ -92,6 +92,7 @@ def test_mask_of_allowed_tokens_stays(measured_step, started_seed):
     """A row for every request that there can be, made when the first asks for it."""
     import torch
 
+    serve_once(measured_step, "first", temperature=0.0)
     before = torch.npu.memory_allocated(0)
     for step in range(2):
         serve_once(measured_step, f"allowed{step}", temperature=0.0, allowed_token_ids=(1, 2))

@@ -290,8 +290,12 @@ class InputBatch:
         params = {row: r.sampling_params for row, r in enumerate(self.requests) if r.sampling_params.min_tokens}
         if not params:
             return None
+        tokens = range(self._vocab_size)  # others never come, and upstream lets them be asked for
         return MinTokens(
-            stop_token_ids={row: sorted({*p.stop_token_ids, *self._eos_token_ids}) for row, p in params.items()},
+            stop_token_ids={
+                row: sorted(token_id for token_id in {*p.stop_token_ids, *self._eos_token_ids} if token_id in tokens)
+                for row, p in params.items()
+            },
             min_tokens={row: p.min_tokens for row, p in params.items()},
             output_token_ids=[request.output_token_ids for request in self.requests],
         )

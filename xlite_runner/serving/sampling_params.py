@@ -63,9 +63,8 @@ class SamplingParams(BaseModel):
         allowed = self.allowed_token_ids
         if allowed is not None and not allowed:
             raise ValueError("allowed_token_ids is not None and empty!")
-        for name, token_ids in (("allowed_token_ids", allowed or ()), ("stop_token_ids", self.stop_token_ids)):
-            if not all(0 <= token_id < vocab_size for token_id in token_ids):
-                raise ValueError(f"{name} contains out-of-vocab token id!")
+        if allowed is not None and not all(0 <= token_id < vocab_size for token_id in allowed):
+            raise ValueError("allowed_token_ids contains out-of-vocab token id!")
         for name, number in (("sample", self.logprobs), ("prompt", self.prompt_logprobs)):
             if number is not None and number > vocab_size:
                 raise ValueError(

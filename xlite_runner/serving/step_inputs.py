@@ -95,6 +95,7 @@ class StepInputBuilder:
 
     def build(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
         """Prepare a step of at least one token."""
+        self._logits_indices = None  # before the new ones are made, so that steps leave memory as they found it
         batch, num_reqs = self._batch, self._batch.num_reqs
         batch.block_table.upload(num_reqs)
         query_lens = np.array([num_scheduled_tokens[request.req_id] for request in batch.requests], dtype=np.int32)

@@ -65,7 +65,7 @@ class HostCosts:
 BARE_LOOP: Final = HostCosts(operator_ns=20_000)
 """A program that does nothing but launch operators. Calibrated: products of 1024 rows, which the host keeps a 910B2
 waiting for, take 21.5 us each (torch-performance-test-data issue #109)."""
-ENGINE: Final = HostCosts(operator_ns=100_000, step_ns=1_500_000)
+ENGINE: Final = HostCosts(operator_ns=125_000, step_ns=1_600_000, request_ns=25_000)
 """vLLM on Ascend. Calibrated: docs/time.md, Qwen3-32B at TP8."""
 
 

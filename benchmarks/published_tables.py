@@ -23,7 +23,7 @@ from npusim.xlite.work import Lengths, forward_ns
 
 NS_PER_MS = 1_000_000
 INPUT_TOKENS = OUTPUT_TOKENS = 512
-"""Of a request. The output follows from the tables; the input is assumed, from a later table by the same team (#6715)."""
+"""Of a request. The output follows from the tables; the input is assumed, as in a later table of the team (#6715)."""
 EXTRA_KERNELS = 5
 """Vector kernels that a layer of the torch model has and xlite has fused away."""
 
@@ -31,23 +31,23 @@ Mode = Literal["aclgraph", "full", "decode-only"]
 MODES: tuple[Mode, ...] = ("aclgraph", "full", "decode-only")
 
 DENSE = {
-    "Qwen3-32B": dict(hidden_size=5120, n_layers=64, n_heads=64, n_kv_heads=8, intermediate_size=25600),
-    "Qwen3-VL-8B": dict(hidden_size=4096, n_layers=36, n_heads=32, n_kv_heads=8, intermediate_size=12288),
-    "Qwen2-32B": dict(hidden_size=5120, n_layers=64, n_heads=40, n_kv_heads=8, intermediate_size=27648),
-    "Llama-7B": dict(hidden_size=4096, n_layers=32, n_heads=32, n_kv_heads=32, intermediate_size=11008),
-    "Llama-13B": dict(hidden_size=5120, n_layers=40, n_heads=40, n_kv_heads=40, intermediate_size=13824),
-    "Llama-34B": dict(hidden_size=8192, n_layers=48, n_heads=64, n_kv_heads=8, intermediate_size=22016),
+    "Qwen3-32B": {"hidden_size": 5120, "n_layers": 64, "n_heads": 64, "n_kv_heads": 8, "intermediate_size": 25600},
+    "Qwen3-VL-8B": {"hidden_size": 4096, "n_layers": 36, "n_heads": 32, "n_kv_heads": 8, "intermediate_size": 12288},
+    "Qwen2-32B": {"hidden_size": 5120, "n_layers": 64, "n_heads": 40, "n_kv_heads": 8, "intermediate_size": 27648},
+    "Llama-7B": {"hidden_size": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "intermediate_size": 11008},
+    "Llama-13B": {"hidden_size": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "intermediate_size": 13824},
+    "Llama-34B": {"hidden_size": 8192, "n_layers": 48, "n_heads": 64, "n_kv_heads": 8, "intermediate_size": 22016},
 }
 MIXTURES = {
-    "Qwen3-30B-A3B": dict(
-        hidden_size=2048,
-        n_layers=48,
-        n_heads=32,
-        n_kv_heads=4,
-        n_routed_experts=128,
-        n_act_experts=8,
-        moe_intermediate_size=768,
-    ),
+    "Qwen3-30B-A3B": {
+        "hidden_size": 2048,
+        "n_layers": 48,
+        "n_heads": 32,
+        "n_kv_heads": 4,
+        "n_routed_experts": 128,
+        "n_act_experts": 8,
+        "moe_intermediate_size": 768,
+    },
 }
 OPERATORS_PER_LAYER = {"dense": 15, "mixture": 22}
 """Launches of the runner's torch models in a step that is not captured, counted on the simulated device."""
@@ -56,9 +56,16 @@ OPERATORS_PER_LAYER = {"dense": 15, "mixture": 22}
 def rank_model(name: str, tp: int, profile: str) -> RankModel:
     """Rank 0 of a model, experts split over TP ranks by intermediate size."""
     sizes = DENSE.get(name) or MIXTURES[name]
-    limits = dict(block_size=128, max_m=8192, max_batch_size=256, max_seq_len=8192, vocab_size=151936, head_dim=128)
+    limits = {
+        "block_size": 128,
+        "max_m": 8192,
+        "max_batch_size": 256,
+        "max_seq_len": 8192,
+        "vocab_size": 151936,
+        "head_dim": 128,
+    }
     dense = sizes["n_layers"] if name in DENSE else 0
-    groups = dict(def_tp_size=tp, def_dp_size=1, moe_ep_size=1, moe_tp_size=tp, n_dense_layers=dense)
+    groups = {"def_tp_size": tp, "def_dp_size": 1, "moe_ep_size": 1, "moe_tp_size": tp, "n_dense_layers": dense}
     device = load_profile(profile)
     facts = DeviceFacts(num_ai_cores=device.num_aicore.value, devices_per_node=device.devices_per_node.value)
     return RankModel(config=ModelConfig(**limits, **sizes, **groups), device=facts)

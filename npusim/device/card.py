@@ -95,7 +95,7 @@ class Card:
         if self.clock.spend(self.host_costs.operator_ns) >= self.agenda.next_ns:
             self.agenda.catch_up()
         factor = self.slowdown if slowdown is None else slowdown
-        if factor != 1.0:
+        if factor != 1.0 and not self.streams.is_captured(stream):  # which the replay is, as a whole
             duration_ns = round(duration_ns * factor)
         self.streams.enqueue(stream, duration_ns, not_before_ns=not_before_ns)
 

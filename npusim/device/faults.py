@@ -63,10 +63,7 @@ class OtherProcess:
             self._entry_ids.append(entry_id)
         self.num_bytes = num_bytes
 
-    def grow(self, num_bytes: int) -> None:
-        """Take ``num_bytes`` more, or give back as many if negative; to be planned, e.g. by ``card.agenda.at``.
-
-        Where the card has less free, the process gets nothing: that is an error of its own.
-        """
+    def try_resize(self, num_bytes: int) -> None:
+        """Hold ``num_bytes`` from now on; where the card has less free, the process keeps what it had."""
         with suppress(LedgerFullError):
-            self.resize(max(0, self.num_bytes + num_bytes))
+            self.resize(num_bytes)

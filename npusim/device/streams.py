@@ -55,6 +55,10 @@ class Streams:
         self._busy_until_ns[handle] = 0
         return handle
 
+    def is_captured(self, stream: int) -> bool:
+        """Whether work on a stream is recorded and does not run."""
+        return stream in self._captured_ns
+
     def ready_ns(self, stream: int) -> int:
         """When work that is queued now would start; since the capture's beginning on a stream that is captured."""
         if stream in self._captured_ns:

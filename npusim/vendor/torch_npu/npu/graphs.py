@@ -116,9 +116,9 @@ def graph_task_update_end(stream: Stream) -> None:
     runtime = runtime_of(stream.device_index)
     task = runtime.task_groups.end(stream.npu_stream, "update")
     duration_ns = runtime.card.streams.end_capture()
-    if task.replayed_on is not None:
+    if duration_ns and task.replayed_on is not None:
         runtime.card.streams.correct(task.replayed_on, duration_ns - task.duration_ns)
-    task.duration_ns = duration_ns
+    task.duration_ns = duration_ns or task.duration_ns
 
 
 class NPUGraph:

@@ -91,6 +91,14 @@ class Product(NamedTuple):
     bits: int = 16
 
 
+class Sending(NamedTuple):
+    """A collective: its kind, the bytes of the whole tensor, its ranks (see :meth:`CostModel.collective_ns`)."""
+
+    name: str
+    num_bytes: int
+    num_ranks: int
+
+
 class Work(NamedTuple):
     """What one kernel does.
 
@@ -99,12 +107,14 @@ class Work(NamedTuple):
         num_bytes: Moved between memory and cores.
         products: Its matrix products.
         attention_flops: Floating-point operations of attention's own products.
+        sending: A collective within the kernel.
     """
 
     unit: Unit
     num_bytes: int
     products: tuple[Product, ...] = ()
     attention_flops: int = 0
+    sending: Sending | None = None
 
 
 COLLECTIVE_PASSES: Final = {"all_reduce": 2, "reduce": 2, "broadcast": 2}
@@ -130,8 +140,12 @@ class CostModel:
         return VECTOR_START_NS + round(num_bytes * self._vector_ns_per_byte)
 
     def kernel_ns(self, work: Work) -> int:
-        """Any kernel: the longer of moving its bytes and doing its products, and its start."""
-        return work.unit.start_ns + round(max(self.memory_ns(work), self.cube_ns(work)))
+        """Any kernel: the longer of moving its bytes and doing its products, its start, and what it sends after that.
+
+        Kernels that compute and send (MC2) do both at once; that they take the sum is assumed.
+        """
+        computing_ns = work.unit.start_ns + round(max(self.memory_ns(work), self.cube_ns(work)))
+        return computing_ns if work.sending is None else computing_ns + self.collective_ns(*work.sending)
 
     def memory_ns(self, work: Work) -> float:
         """What moving a kernel's bytes takes."""

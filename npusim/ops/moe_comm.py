@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from npusim.errors import UnmodelledCallError
+from npusim.hccl.ranks import Arrival
+from npusim.ops.hccl_rules import check_wait
 from npusim.ops.operator import operator
 from npusim.ops.refusal import refusal, type_name
 from npusim.torch_backend.registration import platform
@@ -31,15 +33,28 @@ def meet(
 ) -> None:
     """Take the communicator's MC2 memory, wait for its other ranks, and let the last one ``finish`` with all payloads.
 
+    What the current stream gets next starts when the last rank is ready.
+
     Raises:
         CollectiveMismatchError: A rank does something else, or never comes.
+        RuntimeError: A rank came too late for ``HCCL_EXEC_TIMEOUT``.
     """
     active = platform()
     active.hccl_communicator(group_name).operate_mc2()
     ranks = active.ranks
     slot = "mc2", ranks.current, group_name
     number = ranks.attached[slot] = ranks.attached.get(slot, 0) + 1
-    ranks.meet(("mc2", group_name, number), rank, num_ranks, operation, payload, finish)
+    runtime = active.runtimes[active.current_device()]
+    streams, stream = runtime.card.streams, runtime.current_stream()
+    arrival = Arrival(streams.ready_ns(stream))
+
+    def finish_together(payloads: list[tuple[Any, Arrival]], receivers: Sequence[int]) -> None:
+        Arrival.join([each for _, each in payloads])
+        finish([given for given, _ in payloads], receivers)
+
+    ranks.meet(("mc2", group_name, number), rank, num_ranks, operation, (payload, arrival), finish_together)
+    check_wait(runtime, arrival)
+    streams.enqueue(stream, 0, not_before_ns=arrival.time_ns)
 
 
 # ---- dispatch

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npusim.device.cost import Product, Unit, Work
+from npusim.device.cost import Product, Sending, Unit, Work
+from npusim.torch_backend.registration import platform
 
 
 class Call:
@@ -127,6 +128,34 @@ def _grouped(left: str, right: str) -> WorkOf:
     return work
 
 
+def _product_and_collective(left: str, right: str, name: str) -> WorkOf:
+    """``left @ right`` and a collective of it, or of ``left`` before that."""
+    product = _product(left, right)
+
+    def work(call: Call) -> Work:
+        num_ranks, computed = platform().hccl_communicator(call.get("hcom")).num_ranks, product(call)
+        (own,) = computed.products
+        if name == "all_gather":
+            everyones = own._replace(rows=own.rows * num_ranks)
+            sending = Sending(name, bytes_of(call.get(left)) * num_ranks, num_ranks)
+            return computed._replace(products=(everyones,), sending=sending)
+        num_bytes = bytes_of(call.results) * (num_ranks if name == "reduce_scatter" else 1)
+        return computed._replace(sending=Sending(name, num_bytes, num_ranks))
+
+    return work
+
+
+def _routed(rows: str) -> WorkOf:
+    """A row for each choice of each token, to the experts' ranks or back from them."""
+
+    def work(call: Call) -> Work:
+        x = call.get(rows)
+        num_bytes = call.get("expert_ids").numel() * bytes_of(x) // max(x.shape[0], 1)
+        return Work(Unit.VECTOR, 2 * num_bytes, sending=Sending("all_to_all", num_bytes, call.get("ep_world_size")))
+
+    return work
+
+
 def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
@@ -151,9 +180,10 @@ def _attention(call: Call) -> Work:
     page_size = call.get("block_size") or key.shape[1] if table is not None else 0
     num_rows = key.shape[0] * page_size if table is not None else _rows(key, kv_heads, layout)
     row_bytes = bytes_of(caches) // max(num_rows, 1)
+    batch = query.shape[layout.index("B")] if "B" in layout else table.shape[0] if table is not None else 1
     room = num_rows if table is None else table.numel() * page_size
     keys = _lengths(call, ("actual_seq_lengths_kv", "actual_seq_kvlen", "context_lens"), table is None, layout)
-    keys = keys or _lengths(call, ("seq_len", "seqlen"), False, layout) or [room]
+    keys = keys or _lengths(call, ("seq_len", "seqlen"), False, layout) or [room // batch] * batch
     queries = _lengths(call, ("actual_seq_lengths", "actual_seq_qlen"), True, layout) if "T" in layout else None
     queries = queries or _lengths(call, ("seq_len", "seqlen", "qseqlen"), False, layout)
     if queries is None or len(queries) != len(keys):
@@ -263,9 +293,14 @@ WORK: Mapping[str, WorkOf] = {
     "npu::npu_quant_matmul": _product("x1", "x2"),
     "npu::npu_weight_quant_batchmatmul": _product("x", "weight"),
     "npu::npu_quant_matmul_dequant": _product("x", "quantized_weight", transposed=True),
-    "npu::npu_mm_all_reduce_base": _product("x1", "x2"),
-    "npu::npu_mm_reduce_scatter_base": _product("self", "x2"),
-    "npu::npu_all_gather_base_mm": _product("self", "x2"),
+    "npu::npu_mm_all_reduce_base": _product_and_collective("x1", "x2", "all_reduce"),
+    "npu::npu_mm_reduce_scatter_base": _product_and_collective("self", "x2", "reduce_scatter"),
+    "npu::npu_all_gather_base_mm": _product_and_collective("self", "x2", "all_gather"),
+    "npu::npu_moe_distribute_dispatch": _routed("x"),
+    "npu::npu_moe_distribute_dispatch_v2": _routed("x"),
+    "npu::npu_moe_distribute_combine": _routed("expand_x"),
+    "npu::npu_moe_distribute_combine_v2": _routed("expand_x"),
+    "npu::npu_moe_distribute_combine_add_rms_norm": _routed("expand_x"),
     "npu::npu_grouped_matmul": _grouped("x", "weight"),
     "npu::npu_grouped_matmul.List": _grouped("x", "weight"),
     "npu::npu_grouped_matmul_swiglu_quant": _grouped("x", "weight"),

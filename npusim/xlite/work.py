@@ -9,19 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from npusim.device.cost import CostModel, Product, Unit, Work
+from npusim.device.cost import CostModel, Product, Sending, Unit, Work
 from npusim.xlite.config import AttnType, ModelConfig, QuantKind, WeightFacts
 from npusim.xlite.rank_model import RankModel
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """A collective over TP or DP ranks."""
-
-    name: str
-    num_bytes: int
-    num_ranks: int
-
 
 Item = Work | Sending
 
@@ -93,12 +83,7 @@ def _knows_lengths(item: Item) -> bool:
 
 
 def _duration(items: Iterator[Item], costs: CostModel) -> int:
-    return sum(
-        costs.collective_ns(item.name, item.num_bytes, item.num_ranks)
-        if isinstance(item, Sending)
-        else costs.kernel_ns(item)
-        for item in items
-    )
+    return sum(costs.collective_ns(*item) if isinstance(item, Sending) else costs.kernel_ns(item) for item in items)
 
 
 def _embedding(model: RankModel, batch: Lengths) -> Iterator[Item]:

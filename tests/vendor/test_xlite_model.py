@@ -355,3 +355,24 @@ def test_forward_of_embeddings_computes_no_values(npu_world):
         model.forward_with_inputs_embeds(
             runtime, bf16(6, HIDDEN), metadata(), kv_cache(), bf16(128, HEAD_DIM), bf16(MAX_TOKENS, HIDDEN)
         )
+
+
+# ---- time
+
+
+@pytest.mark.sim_only("virtual time")
+def test_a_forward_occupies_the_current_stream_as_long_as_its_batch_takes(npu_world):
+    model, runtime = ready()
+    begin, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
+    taken = []
+    for cached_lens in ((0, 20), (0, 40)):
+        meta = metadata(cached_lens=cached_lens, block_tables=((0,), (1, 2, 3)))
+        caches, output = kv_cache(), bf16(MAX_TOKENS, HIDDEN)
+        tokens = torch.zeros(6, dtype=torch.int32, device="npu")
+        torch.npu.synchronize()
+        begin.record()
+        model.forward(runtime, tokens, meta, caches, bf16(128, HEAD_DIM), output)
+        end.record()
+        assert not end.query()
+        taken.append(begin.elapsed_time(end))
+    assert 0.05 < taken[0] < taken[1] < 0.2

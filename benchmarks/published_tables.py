@@ -19,7 +19,7 @@ from npusim.device.cost import ENGINE, GRAPH_TASK_NS, VECTOR_START_NS, CostModel
 from npusim.device.profile import load_profile
 from npusim.xlite.config import DeviceFacts, ModelConfig
 from npusim.xlite.rank_model import RankModel
-from npusim.xlite.work import Lengths, forward_ns
+from npusim.xlite.work import ForwardTime, Lengths
 
 NS_PER_MS = 1_000_000
 INPUT_TOKENS = OUTPUT_TOKENS = 512
@@ -82,7 +82,7 @@ class Engine:
 
     def _forward_ns(self, lens: Sequence[int], cached_lens: Sequence[int]) -> int:
         model = rank_model(self.name, self.tp, self.profile)
-        return forward_ns(model, CostModel(load_profile(self.profile)), Lengths(lens, cached_lens))
+        return ForwardTime(model, CostModel(load_profile(self.profile)))(Lengths(lens, cached_lens))
 
     @property
     def _num_layers(self) -> int:
@@ -208,7 +208,7 @@ def standalone_cells() -> Iterator[Cell]:
     for name, tp, batch, prompt, published in STANDALONE:
         lengths = Lengths([prompt], [0]) if prompt else Lengths([1] * batch, [INPUT_TOKENS] * batch)
         step = f"prompt of {prompt}" if prompt else f"decode, {batch}"
-        predicted = forward_ns(rank_model(name, tp, "a2-32g"), costs, lengths) / NS_PER_MS
+        predicted = ForwardTime(rank_model(name, tp, "a2-32g"), costs)(lengths) / NS_PER_MS
         yield Cell("xlite alone, 910B4, ms", f"{name} TP{tp}, {step}", published, predicted)
 
 

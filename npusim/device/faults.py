@@ -67,3 +67,7 @@ class OtherProcess:
         """Hold ``num_bytes`` from now on; where the card has less free, the process keeps what it had."""
         with suppress(LedgerFullError):
             self.resize(num_bytes)
+
+    def grow(self, num_bytes: int) -> None:
+        """Take ``num_bytes`` more, or give back as many if negative; where the card has less free, take nothing."""
+        self.try_resize(max(0, self.num_bytes + num_bytes))

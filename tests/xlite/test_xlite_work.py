@@ -10,7 +10,7 @@ from npusim.device.cost import CostModel, Product, Unit, Work
 from npusim.device.profile import load_profile
 from npusim.xlite import DeviceFacts, ModelConfig, QuantKind, RankModel, WeightFacts
 from npusim.xlite.config import AttnType
-from npusim.xlite.work import Lengths, forward_ns
+from npusim.xlite.work import ForwardTime, Lengths
 
 COSTS = CostModel(load_profile("a2-64g"))
 DENSE = ModelConfig(
@@ -48,7 +48,7 @@ def rank_model(config: ModelConfig, **changes) -> RankModel:
 
 
 def takes_ns(config: ModelConfig, lens, cached_lens, **changes) -> int:
-    return forward_ns(rank_model(config, **changes), COSTS, Lengths(lens, cached_lens))
+    return ForwardTime(rank_model(config, **changes), COSTS)(Lengths(lens, cached_lens))
 
 
 def test_a_dense_model_by_hand():

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.stubcann.build import runs_on_the_stub
+
+# Tiny tensors gain nothing from threads, which wait for each other where several processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["npusim.pytest_plugin", "npusim.device_option", "pytester"]
 

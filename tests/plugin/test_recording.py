@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,14 +120,30 @@ def test_expandable_segments(run, pytester):
     assert replay(recording).difference is None
 
 
-@pytest.mark.sim_only("a card is not calibrated by a test")
-def test_calibrate(run, pytester, capsys):
-    """What the profile says comes out of the recording again."""
-    run(
-        (ROOT / "examples" / "ci" / "test_calibration.py").read_text(encoding="utf-8"),
-        "--npusim-record=out",
-        "--npusim-profile=a2-64g",
-    ).assert_outcomes(passed=1)
+CALIBRATION = (ROOT / "examples" / "ci" / "test_calibration.py").read_text(encoding="utf-8")
+
+
+def test_what_is_recorded_replays_and_calibrates(run, pytester, capsys):
+    run(CALIBRATION, "--npusim-record=out").assert_outcomes(passed=1)
+    (file,) = files(pytester.path / "out")
+    capsys.readouterr()
+    assert main(["replay", file]) == 0
+    assert re.search(r"^No difference in \d+ events and 7 phases\.$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["calibrate", file]) == 0
+    shown = capsys.readouterr().out
+    outside = {phase.name: phase.outside_bytes for phase in read_recording(Path(file)).phases}
+    for key, num_bytes in (
+        ("total_bytes", read_recording(Path(file)).phases[0].total_bytes),
+        ("context_bytes", outside["start"]),
+        ("operator_library_bytes", outside["first operator"] - outside["opened"]),
+        ("acl_graph_bytes", outside["graph captured"] - outside["second tensor"]),
+    ):
+        assert f'[{key}]\nvalue = {num_bytes}\ngrade = "calibrated"\nsource = "1 recording(s) on ' in shown
+
+
+@pytest.mark.sim_only("a card has no profile to compare with")
+def test_a_profile_comes_out_of_a_recording_again(run, pytester, capsys):
+    run(CALIBRATION, "--npusim-record=out", "--npusim-profile=a2-64g").assert_outcomes(passed=1)
     recordings = files(pytester.path / "out")
     capsys.readouterr()
     assert main(["calibrate", *recordings, *recordings]) == 0

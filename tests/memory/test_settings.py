@@ -15,6 +15,7 @@ from npusim.memory.config_parser import SIZE_MAX
 MIB = 1024**2
 
 
+@pytest.mark.sim_only("with torch_npu, torch's parser sets the allocator of the process, for all later tests")
 @pytest.mark.parametrize(
     "text",
     [

@@ -14,6 +14,7 @@ from npusim.device.event_log import EventLog
 from npusim.device.profile import DeviceProfile, load_profile
 from npusim.errors import UnmodelledCallError, WorldError
 from npusim.hccl.communicator import DEFAULT_BUFFER_MB, DEFAULT_EXEC_TIMEOUT_S, Communicator, HcclSettings
+from npusim.hccl.rank_process import RankProcess, Store
 from npusim.hccl.ranks import LoneRank, Ranks
 from npusim.memory.config import AllocatorConfig
 from npusim.memory.uncached import caching_is_off
@@ -52,6 +53,8 @@ class SimWorld:
         host_costs: What launching work costs the host.
         lone_rank: Only this rank runs, on the device of its number; in collectives the others do as it does. Default:
             all ranks run, by :meth:`run_ranks`.
+        store: With ``lone_rank``: the other ranks are processes of their own, each with a world like this one, that
+            share this store of ``torch.distributed``; collectives exchange values.
 
     Raises:
         ProfileError: The profile is unknown or broken.
@@ -75,6 +78,7 @@ class SimWorld:
         keep_events: bool = False,
         host_costs: HostCosts = BARE_LOOP,
         lone_rank: int | None = None,
+        store: Store | None = None,
     ) -> None:
         _check_choice("values", values, ("shape", "real"))
         _check_choice("torch_npu_version", torch_npu_version, tuple(TORCH_NPU_VERSIONS))
@@ -86,7 +90,7 @@ class SimWorld:
         self.xlite_version = xlite_version
         self.event_log = EventLog(keep=keep_events)
         self.clock = Clock()
-        self.ranks = Ranks(self.clock) if lone_rank is None else LoneRank(lone_rank, self.clock)
+        self.ranks = _ranks(lone_rank, store, self.clock)
         self.storages = StorageTable()
         self.values: Values = (
             RealValues(self.storages) if values == "real" else ShapeValues(self.storages, told=told_values)
@@ -182,6 +186,14 @@ class SimWorld:
 def _check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
     if choice not in choices:
         raise WorldError(f"{name} must be one of {', '.join(choices)}, got {choice!r}")
+
+
+def _ranks(lone_rank: int | None, store: Store | None, clock: Clock) -> Ranks:
+    if lone_rank is None:
+        if store is not None:
+            raise WorldError("a store needs lone_rank: which of its ranks this process is")
+        return Ranks(clock)
+    return LoneRank(lone_rank, clock) if store is None else RankProcess(lone_rank, store, clock)
 
 
 def _per_device(name: str, setting: T | Sequence[T], num_devices: int) -> Sequence[T]:

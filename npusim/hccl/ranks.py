@@ -19,13 +19,19 @@ T = TypeVar("T")
 P = TypeVar("P")
 
 
-def _text(group: Hashable) -> str:
+def group_text(group: Hashable) -> str:
     """A group and the number of its collective, for a message."""
     return ", collective ".join(map(str, group)) if isinstance(group, tuple) else str(group)
 
 
+class Portable:
+    """A payload that ranks in other processes may get: pickled, without what belongs to this process."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
-class Arrival:
+class Arrival(Portable):
     """When a rank is ready for a collective, and then, for all its ranks, when the last one was.
 
     Attributes:
@@ -165,8 +171,8 @@ class Ranks:
         meeting = self._meetings.setdefault(group, _Meeting(operation, num_ranks))
         if meeting.operation != operation:
             raise CollectiveMismatchError(
-                f"rank {self.current} calls {operation} on {_text(group)} where group rank {min(meeting.payloads)} "
-                f"calls {meeting.operation}"
+                f"rank {self.current} calls {operation} on {group_text(group)} where group rank "
+                f"{min(meeting.payloads)} calls {meeting.operation}"
             )
         meeting.payloads[group_rank] = payload
         if len(meeting.payloads) == num_ranks:
@@ -186,8 +192,8 @@ class Ranks:
         if not meeting.is_over:
             missing = [rank for rank in range(num_ranks) if rank not in meeting.payloads]
             raise RankMissingError(
-                f"rank {self.current} waits in {operation} on {_text(group)} for ranks of the group that never arrive: "
-                f"{', '.join(map(str, missing))}"
+                f"rank {self.current} waits in {operation} on {group_text(group)} for ranks of the group that never "
+                f"arrive: {', '.join(map(str, missing))}"
             )
 
     def arrive(self, group: Hashable, group_rank: int, num_ranks: int, operation: Hashable, arrival: Arrival) -> None:

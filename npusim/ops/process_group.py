@@ -25,6 +25,7 @@ from npusim.ops.hccl_rules import (
     reduced,
     reduction,
 )
+from npusim.ops.parts import Part, update
 from npusim.ops.refusal import refusal
 from npusim.ops.work import bytes_of
 from npusim.torch_backend.registration import platform
@@ -437,16 +438,13 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class kno
         clock = platform().clock
         arrival = Arrival(clock.now_ns) if runtime is None else self._arrive(runtime, call)
 
-        def finish(
-            payloads: list[tuple[Sequence[Tensor], Sequence[Tensor], Any, Arrival]], receivers: Sequence[int]
-        ) -> None:
+        def finish(all_parts: list[Part], receivers: Sequence[int]) -> None:
             if check is not None:
-                check([extra for _, _, extra, _ in payloads], receivers)
-            Arrival.join([each for _, _, _, each in payloads])
-            parts = [part for part, _, _, _ in payloads]
-            given = [part if senders is None or rank in senders else () for rank, part in enumerate(parts)]
-            counts = [len(part) for part in given]
-            targets = [target for rank in receivers for target in payloads[rank][1]]
+                check([part.extra for part in all_parts], receivers)
+            Arrival.join([part.arrival for part in all_parts])
+            given = [part.inputs if senders is None or rank in senders else () for rank, part in enumerate(all_parts)]
+            counts = [len(inputs) for inputs in given]
+            targets = [target for rank in receivers for target in all_parts[rank].outputs]
             shapes = [tuple(target.shape) for target in targets]
 
             def compute(*hosts: Tensor) -> list[Tensor]:
@@ -455,16 +453,17 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class kno
                 results = combine(parts, receivers)
                 return [result.reshape(shape) for result, shape in zip(results, shapes, strict=True)]
 
-            sources = [source for part in given for source in part]
+            sources = [source for inputs in given for source in inputs]
             if not targets:
                 return
             if on_device:
-                platform().values.update(targets, sources, compute)
+                update(targets, sources, compute)
             else:
-                for target, result in zip(targets, compute(*[source.clone() for source in sources]), strict=True):
+                hosts = [source.clone() for source in sources if source is not None]
+                for target, result in zip(targets, compute(*hosts), strict=True):
                     target.copy_(result)
 
-        self._meet(f"{call} {detail}".rstrip(), (inputs, outputs, extra, arrival), finish)
+        self._meet(f"{call} {detail}".rstrip(), Part(inputs, outputs, extra, arrival), finish)
         if runtime is None:
             clock.wait_until(arrival.time_ns + HOST_COLLECTIVE_NS)
         else:

@@ -6,9 +6,11 @@ otherwise. What is predicted with them, and how far that is from published figur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from math import prod
 from typing import Final, NamedTuple
 
 from npusim.device.clock import NS_PER_S
@@ -117,6 +119,26 @@ class Work(NamedTuple):
     sending: Sending | None = None
 
 
+def product_work(
+    first: Sequence[int], second: Sequence[int], itemsize: int, result_bytes: int, transposed: bool
+) -> Work:
+    """A kernel that multiplies tensors of these sizes, both of elements of ``itemsize`` bytes.
+
+    Args:
+        first: Size of the left operand, whose last dimension is summed over.
+        second: Of the right one; with three dimensions, one product for each index of the first.
+        itemsize: Bytes of an element.
+        result_bytes: Of the result.
+        transposed: Whether the right operand's last dimension is summed over.
+    """
+    inner = first[-1] or 1
+    columns = second[0 if transposed else -1] if len(second) > 1 else 1
+    batch = second[0] if len(second) == 3 else 1
+    moved = (prod(first) + prod(second)) * itemsize + result_bytes
+    product = Product(prod(first) // inner // (batch or 1), inner, columns, batch, min(itemsize, 4) * 8)
+    return Work(Unit.MATMUL, moved, (product,))
+
+
 COLLECTIVE_PASSES: Final = {"all_reduce": 2, "reduce": 2, "broadcast": 2}
 """How often a collective sends a tensor's parts around, if not once: an all-reduce scatters sums and gathers them."""
 
@@ -126,6 +148,9 @@ class CostModel:
 
     Args:
         profile: Its rates.
+
+    Attributes:
+        product_ns: The kernel of :func:`product_work`; remembered, since a model's layers multiply the same sizes.
     """
 
     def __init__(self, profile: DeviceProfile) -> None:
@@ -133,6 +158,7 @@ class CostModel:
         self._ns_per_byte = NS_PER_S / profile.hbm_bytes_per_s.value
         self._vector_ns_per_byte = self._ns_per_byte / VECTOR_HBM_EFFICIENCY
         self._ns_per_flop = NS_PER_S / profile.cube_flops_per_s.value
+        self.product_ns = lru_cache(maxsize=4096)(self._compute_duration_of_product)
         self._product_ns = lru_cache(maxsize=1024)(self._compute_product_ns)
 
     def vector_ns(self, num_bytes: int) -> int:
@@ -146,6 +172,11 @@ class CostModel:
         """
         computing_ns = work.unit.start_ns + round(max(self.memory_ns(work), self.cube_ns(work)))
         return computing_ns if work.sending is None else computing_ns + self.collective_ns(*work.sending)
+
+    def _compute_duration_of_product(
+        self, first: Sequence[int], second: Sequence[int], itemsize: int, result_bytes: int, transposed: bool
+    ) -> int:
+        return self.kernel_ns(product_work(first, second, itemsize, result_bytes, transposed))
 
     def memory_ns(self, work: Work) -> float:
         """What moving a kernel's bytes takes."""

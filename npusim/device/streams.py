@@ -76,7 +76,9 @@ class Streams:
         if self._captured_ns and stream in self._captured_ns:
             self._captured_ns[stream] = max(not_before_ns, self._captured_ns[stream]) + duration_ns
         else:
-            start_ns = latest(not_before_ns, latest(self._clock.now_ns, self._busy(stream)))
+            start_ns = latest(self._clock.now_ns, self._busy(stream))
+            if not_before_ns:
+                start_ns = latest(not_before_ns, start_ns)
             self._busy_until_ns[stream] = start_ns + duration_ns
 
     def correct(self, stream: int, change_ns: int) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from npusim.ops.refusal import devices_differ, wrong_device
-from npusim.ops.work import WAITS, WORK, Call, WorkOf
+from npusim.ops.work import WAITS, WORK, Call, ProductOf, WorkOf
 from npusim.torch_backend.registration import kernel, platform
 from npusim.torch_backend.runtime import DeviceRuntime
 from npusim.torch_backend.tensors import new_on
@@ -116,6 +116,11 @@ class Operator:
             for tensor in outputs:
                 num_bytes += tensor.nbytes
             duration_ns = card.costs.vector_ns(num_bytes)
+        elif isinstance(self.work, ProductOf) and not kwargs:  # the same as below, without what most calls need not ask
+            first, second = args[self.positions[self.work.left]], args[self.positions[self.work.right]]
+            duration_ns = card.costs.product_ns(
+                first.shape, second.shape, second.itemsize, outputs[0].nbytes, self.work.transposed
+            )
         else:
             duration_ns = card.costs.kernel_ns(self.work(Call(self.positions, args, kwargs, results)))
         stream = runtime.current_stream()

@@ -6,14 +6,12 @@ An operator that is not in :data:`WORK` reads all of its device tensors and writ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from npusim.device.cost import Product, Sending, Unit, Work
+from npusim.device.cost import Product, Sending, Unit, Work, product_work
 from npusim.torch_backend.registration import platform
 
 
@@ -92,23 +90,25 @@ def _but(*names: str, unit: Unit = Unit.VECTOR) -> WorkOf:
 # ---- products
 
 
-def _product(left: str, right: str, *, transposed: bool = False) -> WorkOf:
-    """``left @ right``, or ``left @ right.T``; batches of it where ``right`` has three dimensions."""
+class ProductOf:
+    """``left @ right``, or ``left @ right.T``; batches of it where ``right`` has three dimensions.
 
-    @lru_cache(maxsize=4096)  # a model's layers multiply the same sizes over and over
-    def of_sizes(first: torch.Size, second: torch.Size, itemsize: int, result_bytes: int) -> Work:
-        inner = first[-1] or 1
-        columns = second[0 if transposed else -1] if len(second) > 1 else 1
-        batch = second[0] if len(second) == 3 else 1
-        moved = (first.numel() + second.numel()) * itemsize + result_bytes
-        product = Product(first.numel() // inner // (batch or 1), inner, columns, batch, min(itemsize, 4) * 8)
-        return Work(Unit.MATMUL, moved, (product,))
+    Args:
+        left: Name of an argument.
+        right: Name of another one.
+        transposed: Whether ``right`` is.
+    """
 
-    def work(call: Call) -> Work:
-        second = call.get(right)
-        return of_sizes(call.get(left).shape, second.shape, second.itemsize, bytes_of(call.results))
+    def __init__(self, left: str, right: str, *, transposed: bool = False) -> None:
+        self.left = left
+        self.right = right
+        self.transposed = transposed
 
-    return work
+    def __call__(self, call: Call) -> Work:
+        """The work of one call."""
+        second = call.get(self.right)
+        sizes = call.get(self.left).shape, second.shape
+        return product_work(*sizes, second.itemsize, bytes_of(call.results), self.transposed)
 
 
 def _grouped(left: str, right: str) -> WorkOf:
@@ -130,7 +130,7 @@ def _grouped(left: str, right: str) -> WorkOf:
 
 def _product_and_collective(left: str, right: str, name: str) -> WorkOf:
     """``left @ right`` and a collective of it, or of ``left`` before that."""
-    product = _product(left, right)
+    product = ProductOf(left, right)
 
     def work(call: Call) -> Work:
         num_ranks, computed = platform().hccl_communicator(call.get("hcom")).num_ranks, product(call)
@@ -279,20 +279,20 @@ WAITS = frozenset({"aten::nonzero", "aten::masked_select", "aten::equal"})
 """Operators whose results the host needs at once: their size, or an answer."""
 
 WORK: Mapping[str, WorkOf] = {
-    "aten::linear": _product("input", "weight", transposed=True),
-    "npu::npu_linear": _product("input", "weight", transposed=True),
-    "aten::mm": _product("self", "mat2"),
-    "aten::mm.out": _product("self", "mat2"),
-    "aten::addmm": _product("mat1", "mat2"),
-    "aten::bmm": _product("self", "mat2"),
-    "aten::baddbmm": _product("batch1", "batch2"),
-    "aten::matmul": _product("self", "other"),
-    "aten::mv": _product("self", "vec"),
-    "npu::npu_transpose_batchmatmul": _product("input", "weight"),
-    "npu::npu_bmmV2": _product("input", "mat2"),
-    "npu::npu_quant_matmul": _product("x1", "x2"),
-    "npu::npu_weight_quant_batchmatmul": _product("x", "weight"),
-    "npu::npu_quant_matmul_dequant": _product("x", "quantized_weight", transposed=True),
+    "aten::linear": ProductOf("input", "weight", transposed=True),
+    "npu::npu_linear": ProductOf("input", "weight", transposed=True),
+    "aten::mm": ProductOf("self", "mat2"),
+    "aten::mm.out": ProductOf("self", "mat2"),
+    "aten::addmm": ProductOf("mat1", "mat2"),
+    "aten::bmm": ProductOf("self", "mat2"),
+    "aten::baddbmm": ProductOf("batch1", "batch2"),
+    "aten::matmul": ProductOf("self", "other"),
+    "aten::mv": ProductOf("self", "vec"),
+    "npu::npu_transpose_batchmatmul": ProductOf("input", "weight"),
+    "npu::npu_bmmV2": ProductOf("input", "mat2"),
+    "npu::npu_quant_matmul": ProductOf("x1", "x2"),
+    "npu::npu_weight_quant_batchmatmul": ProductOf("x", "weight"),
+    "npu::npu_quant_matmul_dequant": ProductOf("x", "quantized_weight", transposed=True),
     "npu::npu_mm_all_reduce_base": _product_and_collective("x1", "x2", "all_reduce"),
     "npu::npu_mm_reduce_scatter_base": _product_and_collective("self", "x2", "reduce_scatter"),
     "npu::npu_all_gather_base_mm": _product_and_collective("self", "x2", "all_gather"),

@@ -20,15 +20,25 @@ from xlite_runner.simulation import audit
 MIB = 1 << 20
 
 
-def audits(path: Path) -> dict[ProfilePolicy, AuditResult]:
-    """The scenario's audit under each policy."""
+def audits(path: Path) -> dict[ProfilePolicy, AuditResult | None]:
+    """The scenario's audit under each policy; None where the start-up itself runs out of memory."""
+    import torch
+
     scenario = load_scenario(path)
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
-    return {policy: audit(scenario, config, policy) for policy in ProfilePolicy}
+    results: dict[ProfilePolicy, AuditResult | None] = {}
+    for policy in ProfilePolicy:
+        try:
+            results[policy] = audit(scenario, config, policy)
+        except torch.OutOfMemoryError:
+            results[policy] = None
+    return results
 
 
-def cell(result: AuditResult) -> str:
+def cell(result: AuditResult | None) -> str:
     """Tokens, concurrency, margin in MiB, and what serving does."""
+    if result is None:
+        return "does not start: out of memory"
     profile, verdict = result.profile, result.worst_rank.verdicts[0]
     return (
         f"{profile.num_kv_cache_tokens:,}, {profile.max_concurrency:.2f}x, {verdict.margin_bytes / MIB:+,.0f} MiB, "
@@ -36,9 +46,12 @@ def cell(result: AuditResult) -> str:
     )
 
 
-def given_back(results: dict[ProfilePolicy, AuditResult]) -> tuple[str, str]:
+def given_back(results: dict[ProfilePolicy, AuditResult | None]) -> tuple[str, str]:
     """What ``audited`` has less than ``skip``: of the tokens of ``skip``, and of its gain over ``runnable``."""
-    runnable, skip, audited = (results[policy].profile.num_kv_cache_tokens for policy in ProfilePolicy)
+    started = [result.profile.num_kv_cache_tokens for result in results.values() if result is not None]
+    if len(started) < len(ProfilePolicy):
+        return "-", "-"
+    runnable, skip, audited = started
     gain = skip - runnable
     return f"{(skip - audited) / skip:.2%}", f"{(skip - audited) / gain:.1%}" if gain > 0 else "-"
 

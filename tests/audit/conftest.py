@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,30 @@ def audit_of(small_scenario: Callable[..., Scenario]) -> Callable[..., AuditResu
         return results[key]
 
     return audit_once
+
+
+@pytest.fixture
+def start_engine(small_scenario: Callable[..., Scenario]) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """``start_engine(policy, **overrides)``: a world, active until the test ends, and an engine that started in it."""
+    from torch.distributed import HashStore
+
+    from npusim.told import ToldTokens
+    from xlite_runner.simulation import build_world
+
+    with ExitStack() as stack:
+
+        def start(policy: str, **overrides: Any) -> tuple[Any, Any]:
+            scenario = small_scenario(**overrides)
+            config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
+            told = ToldTokens(config.model.vocab_size, acceptance_rate=0.6)
+            world = build_world(scenario, config, ProfilePolicy(policy), told_values=told)
+            gc.freeze()
+            stack.callback(gc.unfreeze)
+            stack.enter_context(world)
+            from xlite_runner.engine import EngineCore
+
+            engine = EngineCore(config, ProfilePolicy(policy), world.run_ranks, HashStore())
+            engine.start()
+            return world, engine
+
+        yield start

@@ -173,3 +173,15 @@ def test_an_idle_replica_takes_part(audit_of):
     for rank in result.ranks:
         assert "decodes on one data-parallel rank" in [case.name for case in rank.cases]
         assert all(case.error is None for case in rank.cases)
+
+
+@pytest.mark.slow
+def test_without_a_ledger_the_bytes_are_the_same_and_the_owner_is_not_known(start_engine, audit_of):
+    """As on a card."""
+    with_ledger = audit_of("skip", **XCCL_OFF, **TRANSFER).ranks[0]
+    _, engine = start_engine("skip", **XCCL_OFF, **TRANSFER)
+    rank, _ = engine.audit()
+    assert (rank.verdicts, rank.terms) == (with_ledger.verdicts, with_ledger.terms)
+    unknown = sum(found.num_bytes for found in rank.findings if found.subject == account.NON_TORCH_OF_SERVING)
+    named = ("xlite tables", "HCCL communicator xlite TP")
+    assert unknown == sum(found.num_bytes for found in with_ledger.findings if found.subject in named) > HCCL_BYTES

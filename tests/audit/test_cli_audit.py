@@ -44,6 +44,14 @@ def test_a_large_enough_one_is_exit_code_0(capsys):
     assert "Findings" not in printed
 
 
+def test_compare_shows_all_three_policies(capsys):
+    assert main(["compare", TINY, *GREEDY, "--audited"]) == 0
+    printed = capsys.readouterr().out
+    for policy in ("runnable", "skip", "audited"):
+        assert f"profile policy {policy}" in printed
+    assert "audited - runnable" in printed
+
+
 def test_json_is_complete_and_documented(capsys):
     assert main(["audit", TINY, *GREEDY, "--json"]) == 1
     document = json.loads(capsys.readouterr().out)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from typing import Any
 
 import pytest
 
-from npusim.told import ToldTokens
-from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.serving.request import Request
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.simulation import build_world
 
 pytestmark = pytest.mark.sim_only("the ledger's peak of a particular card")
 
@@ -62,41 +58,29 @@ def random_params(chance: random.Random, *, prompt_logprobs: bool) -> SamplingPa
         for seed in range(3)
     ],
 )
-def test_random_requests(small_scenario, setting, seed):
-    from torch.distributed import HashStore
+def test_random_requests(start_engine, setting, seed):
+    overrides = {"audit": {"sampling": list(ALL)}, **SETTINGS[setting]}
+    world, engine = start_engine("audited", **overrides)
+    from xlite_runner.serving.engine_core import ServingEngine
+    from xlite_runner.serving.executor import WorkerExecutor
 
-    chance = random.Random(seed)
-    scenario = small_scenario(**{"audit": {"sampling": list(ALL)}, **SETTINGS[setting]})
-    config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
-    told = ToldTokens(config.model.vocab_size, acceptance_rate=0.6)
-    world = build_world(scenario, config, ProfilePolicy.AUDITED, told_values=told)
-    gc.freeze()
-    with world:
-        from xlite_runner.engine import EngineCore
-        from xlite_runner.serving.engine_core import ServingEngine
-        from xlite_runner.serving.executor import WorkerExecutor
-
-        engine = EngineCore(config, ProfilePolicy.AUDITED, world.run_ranks, HashStore())
-        engine.start()
-        for card in world.cards:
-            card.ledger.reset_peak()
-        executor = WorkerExecutor(engine.workers, config.parallel.data_parallel_size, world.run_ranks)
-        serving = ServingEngine.from_config(config, engine.kv_cache_configs[0].num_blocks, executor)
-        prompt_logprobs = "prompt_logprobs" in scenario.audit.sampling
-        waiting = [
-            Request(
-                f"r{number}",
-                [chance.randrange(config.model.vocab_size) for _ in range(chance.choice((1, 60, 400, 1000)))],
-                random_params(chance, prompt_logprobs=prompt_logprobs),
-            )
-            for number in range(NUM_REQUESTS)
-        ]
-        while waiting or serving.has_work:
-            for _ in range(min(chance.randint(0, 6), len(waiting))):
-                serving.add_request(waiting.pop())
-            serving.step()
-        for worker, card in zip(engine.workers, world.cards, strict=True):
-            memory = worker.memory
-            at_start = card.ledger.capacity_bytes - memory.init_snapshot.free_memory
-            assert card.ledger.peak_bytes - at_start <= memory.requested
-    gc.unfreeze()
+    chance, config = random.Random(seed), engine.config
+    for card in world.cards:
+        card.ledger.reset_peak()
+    executor = WorkerExecutor(engine.workers, config.parallel.data_parallel_size, world.run_ranks)
+    serving = ServingEngine.from_config(config, engine.kv_cache_configs[0].num_blocks, executor)
+    waiting = [
+        Request(
+            f"r{number}",
+            [chance.randrange(config.model.vocab_size) for _ in range(chance.choice((1, 60, 400, 1000)))],
+            random_params(chance, prompt_logprobs="prompt_logprobs" in overrides["audit"]["sampling"]),
+        )
+        for number in range(NUM_REQUESTS)
+    ]
+    while waiting or serving.has_work:
+        for _ in range(min(chance.randint(0, 6), len(waiting))):
+            serving.add_request(waiting.pop())
+        serving.step()
+    for worker, card in zip(engine.workers, world.cards, strict=True):
+        at_start = card.ledger.capacity_bytes - worker.memory.init_snapshot.free_memory
+        assert card.ledger.peak_bytes - at_start <= worker.memory.requested

@@ -151,7 +151,8 @@ class FallbackStep:
 
 def audit_cases(config: RunnerConfig) -> list[AuditCase]:
     """What the configuration admits; the cheap and ordinary first, what may fail last."""
-    return [*_steps(config), *_fallback_steps(config), *_draft_steps(config)]
+    steps = (_forward_steps, _sampling_steps, _fallback_steps, _draft_steps)
+    return [case for make in steps for case in make(config)]
 
 
 def sampling_variants(audit: AuditArgs) -> dict[str, SamplingParams]:
@@ -177,63 +178,62 @@ def sampling_variants(audit: AuditArgs) -> dict[str, SamplingParams]:
     return variants
 
 
-_FORWARD = "forward pass beyond the profile run"
+@dataclass(frozen=True)
+class _Limits:
+    """The largest steps that the scheduler makes. Lengths in tokens."""
+
+    config: RunnerConfig
+
+    @property
+    def longest(self) -> int:
+        """Of a request; the scheduler computes no request's last position."""
+        return self.config.scheduler.max_model_len - 1
+
+    @property
+    def chunk(self) -> int:
+        """Of one request in one step."""
+        return min(self.config.scheduler.max_num_batched_tokens, self.longest)
+
+    def decodes(self, num_reqs: int, name: str, excess: str) -> Step:
+        """A decode step of requests that are as long as they can be."""
+        cached = max(self.longest - self.config.uniform_decode_query_len, 0)
+        return Step(name=name, excess=excess, num_reqs=num_reqs, num_new_tokens=num_reqs, num_cached_tokens=cached)
+
+    def prompt(self, name: str, excess: str) -> Step:
+        """As much of one prompt as fits into a step, from its start."""
+        return Step(name=name, excess=excess, num_reqs=1, num_new_tokens=self.chunk)
 
 
-def _steps(config: RunnerConfig) -> Iterator[Step]:
-    """Steps of the scheduler."""
-    scheduler, audit = config.scheduler, config.audit
-    num_drafts = config.uniform_decode_query_len - 1
-    longest = scheduler.max_model_len - 1
-    # The scheduler computes no request's last position: it would be the next token's.
-    cached = max(longest - 1 - num_drafts, 0)
-    chunk = min(scheduler.max_num_batched_tokens, longest)
-    one_decode = Step(
-        name="first step: one decode",
-        excess="decode step beyond the profile run",
-        num_reqs=1,
-        num_new_tokens=1,
-        num_cached_tokens=cached,
-    )
-    yield one_decode
+def _forward_steps(config: RunnerConfig) -> Iterator[Step]:
+    """The largest forward passes, sampled greedily."""
+    limits, excess = _Limits(config), "forward pass beyond the profile run"
+    yield limits.decodes(1, "first step: one decode", excess)
+    yield limits.prompt("one prompt from its start", excess)
     yield replace(
-        one_decode, name="one prompt from its start", excess=_FORWARD, num_new_tokens=chunk, num_cached_tokens=0
+        limits.prompt("last chunk of the longest prompt", excess), num_cached_tokens=limits.longest - limits.chunk
     )
-    yield replace(
-        one_decode,
-        name="last chunk of the longest prompt",
-        excess=_FORWARD,
-        num_new_tokens=chunk,
-        num_cached_tokens=longest - chunk,
-    )
-    fullest = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    decodes = replace(one_decode, num_reqs=fullest, num_new_tokens=fullest)
     if config.parallel.data_parallel_size > 1:
-        yield replace(decodes, name="decodes on one data-parallel rank", idle_dp_ranks=True)
-    variants = sampling_variants(audit)
+        decodes = limits.decodes(config.scheduler.max_num_seqs, "decodes on one data-parallel rank", excess)
+        yield replace(decodes, idle_dp_ranks=True)
+
+
+def _sampling_steps(config: RunnerConfig) -> Iterator[Step]:
+    """As many requests as there can be, with every kind of sampling."""
+    limits, num_reqs = _Limits(config), config.scheduler.max_num_seqs
+    variants = sampling_variants(config.audit)
     for name, sampling_params in variants.items():
-        excess = f"sampler beyond logits ({name})"
-        yield replace(decodes, name=f"decodes, {name}", excess=excess, sampling_params=sampling_params)
-    name, sampling_params = list(variants.items())[-1]
-    prompts = min(scheduler.max_num_batched_tokens, fullest * longest)
-    yield replace(
-        one_decode,
+        decodes = limits.decodes(num_reqs, f"decodes, {name}", f"sampler beyond logits ({name})")
+        yield replace(decodes, sampling_params=sampling_params)
+    yield Step(
         name=f"most prompt tokens of most requests, {name}",
         excess=f"sampler beyond logits ({name})",
-        num_reqs=fullest,
-        num_new_tokens=prompts,
-        num_cached_tokens=0,
+        num_reqs=num_reqs,
+        num_new_tokens=min(config.scheduler.max_num_batched_tokens, num_reqs * limits.longest),
         sampling_params=sampling_params,
     )
-    if "prompt_logprobs" in audit.sampling:
-        yield replace(
-            one_decode,
-            name="prompt logprobs of the largest prompt chunk",
-            excess="prompt logprobs",
-            num_new_tokens=chunk,
-            num_cached_tokens=0,
-            sampling_params=GREEDY.model_copy(update={"prompt_logprobs": MAX_LOGPROBS}),
-        )
+    if "prompt_logprobs" in config.audit.sampling:
+        prompt = limits.prompt("prompt logprobs of the largest prompt chunk", "prompt logprobs")
+        yield replace(prompt, sampling_params=SamplingParams(temperature=0, prompt_logprobs=MAX_LOGPROBS))
 
 
 def _fallback_steps(config: RunnerConfig) -> Iterator[FallbackStep]:
@@ -256,16 +256,10 @@ def _draft_steps(config: RunnerConfig) -> Iterator[Step]:
     """Decode steps that check draft tokens, of as many requests as there can be."""
     if config.speculative is None:
         return
-    scheduler, query_len = config.scheduler, config.uniform_decode_query_len
-    num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // query_len)
+    limits, num_drafts = _Limits(config), config.speculative.num_speculative_tokens
+    num_reqs = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens // (1 + num_drafts))
     variants = sampling_variants(config.audit)
     for name in dict.fromkeys(("greedy", list(variants)[-1])):
-        yield Step(
-            name=f"decodes with drafts, {name}",
-            excess=f"rejection sampler beyond logits ({name})",
-            num_reqs=num_reqs,
-            num_new_tokens=num_reqs,
-            num_cached_tokens=max(scheduler.max_model_len - 2 - query_len, 0),
-            sampling_params=variants[name],
-            num_draft_tokens=query_len - 1,
-        )
+        decodes = limits.decodes(num_reqs, f"decodes with drafts, {name}", f"rejection sampler beyond logits ({name})")
+        cached = max(decodes.num_cached_tokens - 1, 0)  # the request's admission comes before
+        yield replace(decodes, num_cached_tokens=cached, sampling_params=variants[name], num_draft_tokens=num_drafts)

@@ -14,31 +14,34 @@ from pathlib import Path
 
 from xlite_runner.audit.result import AuditResult
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
+from xlite_runner.errors import ReservationError
 from xlite_runner.scenario import load_scenario
 from xlite_runner.simulation import audit
 
 MIB = 1 << 20
 
 
-def audits(path: Path) -> dict[ProfilePolicy, AuditResult | None]:
-    """The scenario's audit under each policy; None where the start-up itself runs out of memory."""
+def audits(path: Path) -> dict[ProfilePolicy, AuditResult | str]:
+    """The scenario's audit under each policy, or why the engine does not start."""
     import torch
 
     scenario = load_scenario(path)
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
-    results: dict[ProfilePolicy, AuditResult | None] = {}
+    results: dict[ProfilePolicy, AuditResult | str] = {}
     for policy in ProfilePolicy:
         try:
             results[policy] = audit(scenario, config, policy)
         except torch.OutOfMemoryError:
-            results[policy] = None
+            results[policy] = "does not start: out of memory"
+        except ReservationError as refusal:
+            results[policy] = f"refused: {refusal}"
     return results
 
 
-def cell(result: AuditResult | None) -> str:
+def cell(result: AuditResult | str) -> str:
     """Tokens, concurrency, margin in MiB, and what serving does."""
-    if result is None:
-        return "does not start: out of memory"
+    if isinstance(result, str):
+        return result
     profile, verdict = result.profile, result.worst_rank.verdicts[0]
     return (
         f"{profile.num_kv_cache_tokens:,}, {profile.max_concurrency:.2f}x, {verdict.margin_bytes / MIB:+,.0f} MiB, "
@@ -46,9 +49,9 @@ def cell(result: AuditResult | None) -> str:
     )
 
 
-def given_back(results: dict[ProfilePolicy, AuditResult | None]) -> tuple[str, str]:
+def given_back(results: dict[ProfilePolicy, AuditResult | str]) -> tuple[str, str]:
     """What ``audited`` has less than ``skip``: of the tokens of ``skip``, and of its gain over ``runnable``."""
-    started = [result.profile.num_kv_cache_tokens for result in results.values() if result is not None]
+    started = [result.profile.num_kv_cache_tokens for result in results.values() if isinstance(result, AuditResult)]
     if len(started) < len(ProfilePolicy):
         return "-", "-"
     runnable, skip, audited = started

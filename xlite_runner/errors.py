@@ -33,3 +33,7 @@ class UnsupportedDeviceError(XliteRunnerError, NotImplementedError):
 
 class KVCacheError(XliteRunnerError, RuntimeError):
     """Attention was to be computed over a KV cache that is not there."""
+
+
+class ReservationError(XliteRunnerError, ValueError):
+    """Policy ``audited`` found that serving does not fit beside the KV cache that the user asked for."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch_npu
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not by name
 
-from xlite_runner.audit.reservation import measure_serving
+from xlite_runner.audit.reservation import check_kv_cache_memory, measure_serving
 from xlite_runner.budget import (
     GIB,
     NonKVMemory,
@@ -127,10 +127,13 @@ class NPUWorker:
 
         Raises:
             AssertionError: Free memory grew meanwhile, so that the figures mean nothing; upstream's text.
+            ReservationError: Under policy ``audited``, serving does not fit beside the ``kv_cache_memory_bytes``.
         """
         init = self.memory.init_snapshot
         if kv_cache_memory_bytes := self.config.cache.kv_cache_memory_bytes:
             self.model_runner.profile_run()
+            if self.policy is ProfilePolicy.AUDITED:
+                check_kv_cache_memory(self, kv_cache_memory_bytes)
             logger.info(
                 "Initial free memory %.2f GiB, reserved %.2f GiB for KV Cache as specified by kv_cache_memory_bytes, "
                 "skipping memory profiling. This does not respect the gpu_memory_utilization config. Only use "

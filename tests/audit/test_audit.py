@@ -8,6 +8,7 @@ import pytest
 
 from xlite_runner.audit import account
 from xlite_runner.audit.result import AuditResult, Finding, Outcome
+from xlite_runner.errors import ReservationError
 
 MIB = 1 << 20
 LAYERS, NUM_SEQS, VOCAB_SIZE, BATCHED_TOKENS = 1, 16, 32000, 512
@@ -122,6 +123,12 @@ def test_what_upstream_proposes_to_fill_the_card_with_runs_out_of_memory(audit_o
     assert failure.subject == "serving fails"
     assert failure.source.startswith("OutOfMemoryError: NPU out of memory.")
     assert as_given.margin_bytes == pytest.approx(full.margin_bytes, abs=20 * MIB)
+    with pytest.raises(
+        ReservationError, match=rf"--kv-cache-memory={size} .* at most --kv-cache-memory=(\d+)"
+    ) as refusal:
+        audit_of("audited", **many, kv_cache_memory_bytes=size)
+    at_most = int(str(refusal.value).rpartition("--kv-cache-memory=")[2].split()[0])
+    assert audit_of("audited", **many, kv_cache_memory_bytes=at_most).is_safe
 
 
 def test_drafts_exceed_what_decode_only_mode_is_made_for(audit_of):

@@ -13,6 +13,7 @@ import torch_npu
 from xlite_runner.audit.cases import AuditCase, audit_cases
 from xlite_runner.audit.probe import Measurement, run_audit
 from xlite_runner.budget import format_gib
+from xlite_runner.errors import ReservationError
 from xlite_runner.kv_cache.planning import KVCacheConfig, plan_kv_cache
 
 if TYPE_CHECKING:
@@ -75,6 +76,22 @@ def measure_serving(worker: NPUWorker, available_bytes: float) -> ServingNeed:
         "Serving takes %s GiB besides the KV cache, at most in: %s.", format_gib(needed), measured.worst.case.name
     )
     return ServingNeed(total_bytes=needed, graph_bytes=measured.graph_bytes)
+
+
+def check_kv_cache_memory(worker: NPUWorker, kv_cache_memory_bytes: int) -> None:
+    """See that serving fits beside a KV cache of a given size, by running its worst cases beside half of that.
+
+    Raises:
+        ReservationError: It does not.
+    """
+    need = measure_serving(worker, kv_cache_memory_bytes).total_bytes
+    at_most = worker.memory.init_snapshot.free_memory - need
+    if kv_cache_memory_bytes > at_most:
+        raise ReservationError(
+            f"--kv-cache-memory={kv_cache_memory_bytes} ({format_gib(kv_cache_memory_bytes)} GiB): serving takes "
+            f"{format_gib(need)} GiB besides the KV cache, so that at most --kv-cache-memory={max(at_most, 0)} "
+            f"({format_gib(max(at_most, 0))} GiB) fits into the memory that was free on startup."
+        )
 
 
 def _plan(worker: NPUWorker, available_bytes: float) -> KVCacheConfig:

@@ -146,6 +146,7 @@ def _rank_result(worker: NPUWorker, ledger: Sequence[LedgerRow]) -> RankResult:
         graph_estimate_bytes=memory.graph_estimate,
         available_kv_cache_bytes=int(memory.available_kv_cache),
         kv_cache_bytes=worker.kv_cache_bytes,
+        serving_bytes=non_kv.serving if non_kv else 0,
         xlite_pool_mb=worker.model_runner.xlite_pool_mb,
         suggested_kv_cache_memory_bytes=suggestions.fit_requested if suggestions else None,
         suggested_kv_cache_memory_full_bytes=suggestions.use_free if suggestions else None,

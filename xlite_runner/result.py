@@ -23,7 +23,8 @@ class LedgerRow:
 class RankResult:
     """One rank's figures, in bytes unless named otherwise.
 
-    ``graph_bytes`` is what graph capture took, ``graph_estimate_bytes`` what had been set aside for it. The two
+    ``graph_bytes`` is what graph capture took, ``graph_estimate_bytes`` what had been set aside for it, and
+    ``serving_bytes`` what policy ``audited`` set aside for what serving takes beyond the profile run. The two
     suggestions are the values that the start-up log proposes for ``--kv-cache-memory``: to fit into the requested
     memory, and to use all memory that was free at the start; None where upstream prints no suggestion.
     """
@@ -39,6 +40,7 @@ class RankResult:
     graph_estimate_bytes: int
     available_kv_cache_bytes: int
     kv_cache_bytes: int
+    serving_bytes: int = 0
     xlite_pool_mb: int | None = None
     suggested_kv_cache_memory_bytes: int | None = None
     suggested_kv_cache_memory_full_bytes: int | None = None

@@ -79,9 +79,9 @@ def test_summary_has_the_published_figures_and_their_difference() -> None:
     lines = render(summary_table([RUNNABLE, SKIP]))
     rows = [cells(line) for line in lines if "│" in line]
     assert rows == [
-        ["runnable", "28.48", "0.64", "3.56", "0.0", "25.53", "4,357", "557,696", "13.62x"],
-        ["skip", "28.48", "0.05", "1.02", "0.0", "28.67", "4,892", "626,176", "15.29x"],
-        ["skip - runnable", "0.0", "-0.59", "-2.54", "0.0", "+3.13", "+535", "+68,480", "+1.67x"],
+        ["runnable", "28.48", "0.64", "3.56", "0.0", "0.0", "25.53", "4,357", "557,696", "13.62x"],
+        ["skip", "28.48", "0.05", "1.02", "0.0", "0.0", "28.67", "4,892", "626,176", "15.29x"],
+        ["skip - runnable", "0.0", "-0.59", "-2.54", "0.0", "0.0", "+3.13", "+535", "+68,480", "+1.67x"],
     ]
 
 
@@ -145,6 +145,7 @@ def test_json_has_exact_bytes_in_a_fixed_order() -> None:
             "peak_activation_bytes": -604 * MIB,
             "non_torch_bytes": -2600 * MIB,
             "graph_bytes": 0,
+            "serving_bytes": 0,
             "available_kv_cache_bytes": 3364554752,
             "num_gpu_blocks": 535,
             "num_kv_cache_tokens": 68480,

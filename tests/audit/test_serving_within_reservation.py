@@ -12,7 +12,6 @@ from xlite_runner.serving.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.sim_only("the ledger's peak of a particular card")
 
-NUM_REQUESTS = 40
 ALL = ("temperature", "top_p", "top_k", "min_p", "penalties", "logprobs", "seed", "allowed_token_ids")
 DECODE_ONLY = {"xlite_graph_config": {"full_mode": False}}
 ROOM_FOR_COMMUNICATORS = {"gpu_memory_utilization": 0.04}
@@ -51,14 +50,17 @@ def random_params(chance: random.Random, *, prompt_logprobs: bool) -> SamplingPa
 
 
 @pytest.mark.parametrize(
-    ("setting", "seed"),
+    ("setting", "seed", "num_requests"),
     [
-        pytest.param(setting, seed, marks=() if (setting, seed) == ("full", 0) else pytest.mark.slow)
-        for setting in SETTINGS
-        for seed in range(3)
+        ("full", 0, 12),
+        *(
+            pytest.param(setting, seed, 40, marks=pytest.mark.slow, id=f"{setting}-{seed}")
+            for setting in SETTINGS
+            for seed in range(3)
+        ),
     ],
 )
-def test_random_requests(start_engine, setting, seed):
+def test_random_requests(start_engine, setting, seed, num_requests):
     overrides = {"audit": {"sampling": list(ALL)}, **SETTINGS[setting]}
     world, engine = start_engine("audited", **overrides)
     from xlite_runner.serving.engine_core import ServingEngine
@@ -75,7 +77,7 @@ def test_random_requests(start_engine, setting, seed):
             [chance.randrange(config.model.vocab_size) for _ in range(chance.choice((1, 60, 400, 1000)))],
             random_params(chance, prompt_logprobs="prompt_logprobs" in overrides["audit"]["sampling"]),
         )
-        for number in range(NUM_REQUESTS)
+        for number in range(num_requests)
     ]
     while waiting or serving.has_work:
         for _ in range(min(chance.randint(0, 6), len(waiting))):

@@ -15,6 +15,7 @@ WRONG = "return Route.RUNNABLE"
 TESTS = ("test_full_mode_sets_memory_aside_for_sampling_only", "test_before_the_fix_the_model_was_executed")
 
 
+@pytest.mark.slow
 @pytest.mark.needs("xlite", "vllm_ascend")
 def test_a_runner_that_executes_the_model_in_its_profile_run_is_caught(request, tmp_path):
     copy = tmp_path / "xlite_runner"

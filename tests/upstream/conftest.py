@@ -18,6 +18,15 @@ VARIABLE = "NPUSIM_UPSTREAM_ENV"
 Results = dict[str, dict[str, Any]]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``-n 2 --dist loadgroup`` each release's jobs run in one worker, and both releases at once."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and "release" in callspec.params:
+            item.add_marker(pytest.mark.xdist_group(callspec.params["release"]))
+
+
 @pytest.fixture(scope="session")
 def upstream_environment() -> Path:
     """The folder with a Python that has upstream's requirements, and one folder per release."""

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -84,8 +85,6 @@ class StartedRank:
 
 def policy_of_installed_release() -> ProfilePolicy:
     """What the installed vllm-ascend's profile run executes in xlite full mode."""
-    from importlib.metadata import version
-
     return ProfilePolicy.RUNNABLE if version("vllm-ascend").startswith("0.22.") else ProfilePolicy.SKIP
 
 
@@ -142,7 +141,6 @@ def started(
 
 def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: Any) -> StartedRank:
     import torch
-    import vllm_ascend._version
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
@@ -151,7 +149,7 @@ def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: 
     # which are not there, and nothing is sent on it during a start-up.
     MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)
 
-    result = UpstreamResult(vllm_ascend._version.__version__, rank)
+    result = UpstreamResult(version("vllm-ascend"), rank)
     worker_class = resolve_obj_by_qualname(config.parallel_config.worker_cls)
     worker = worker_class(
         vllm_config=config,

@@ -4,16 +4,20 @@
 # vllm is built from its source distribution for no device at all, which leaves out its CUDA libraries (0.5 GB a release).
 set -eu
 folder=$1
-project=$(dirname "$0")/../..
+here=$(dirname "$0")
 "${PYTHON:-python3}" -m venv "$folder/venv"
-pip="$folder/venv/bin/pip"
-"$pip" install -e "$project[upstream]"
+install() {
+    "$folder/venv/bin/pip" install --quiet --disable-pip-version-check -c "$here/constraints.txt" "$@"
+}
+echo "upstream's requirements"
+install -e "$here/../..[upstream]"
 # Without their own requirements, which would bring CUDA and Ascend packages.
-"$pip" install --no-deps "xgrammar>=0.2,<1" "torchvision==0.28.0"
+install --no-deps xgrammar torchvision
 release() {
+    echo "vllm $1, vllm-ascend $2"
     VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$1 \
-        "$pip" install --no-deps --no-binary vllm --no-build-isolation --target "$folder/$1" "vllm==$1"
-    "$pip" install --no-deps --target "$folder/$1" "vllm-ascend==$2"
+        install --no-deps --no-binary vllm --no-build-isolation --target "$folder/$1" "vllm==$1"
+    install --no-deps --target "$folder/$1" "vllm-ascend==$2"
 }
 release 0.22.1 0.22.1rc1
 release 0.23.0 0.23.0

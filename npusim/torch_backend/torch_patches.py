@@ -53,12 +53,22 @@ def patch(npu_module: ModuleType) -> None:
     host_memory.patch()
     generators.patch()
     for name, function in ACCELERATOR_FUNCTIONS.items():
-        setattr(torch.accelerator, name, getattr(npu_module, function))
+        setattr(torch.accelerator, name, _of_its_own(getattr(npu_module, function)))
     for name in ("tensor", "as_tensor", "asarray"):
         setattr(torch, name, _on_current_device(getattr(torch, name), follows_default=True))
     for name in ("to", "new_tensor"):
         setattr(Tensor, name, _on_current_device(getattr(Tensor, name), follows_default=False))
     torch._tensor_str._str_intern = _without_unknown_values(torch._tensor_str._str_intern)
+
+
+def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does the same: torch.compile wants ``torch.accelerator``'s to be no other backend's, too."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
 
 
 def with_index(device: Any) -> Any:

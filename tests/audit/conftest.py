@@ -31,7 +31,7 @@ SMALL_ENGINE = {
     "max_num_seqs": 16,
     "max_model_len": 1024,
     "max_num_batched_tokens": 512,
-    "gpu_memory_utilization": 0.02,
+    "gpu_memory_utilization": 0.05,
     "environment": {"HCCL_BUFFSIZE": 8},
     "audit": {"sampling": []},
 }

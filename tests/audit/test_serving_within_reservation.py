@@ -14,12 +14,11 @@ pytestmark = pytest.mark.sim_only("the ledger's peak of a particular card")
 
 ALL = ("temperature", "top_p", "top_k", "min_p", "penalties", "logprobs", "seed", "allowed_token_ids")
 DECODE_ONLY = {"xlite_graph_config": {"full_mode": False}}
-ROOM_FOR_COMMUNICATORS = {"gpu_memory_utilization": 0.04}
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
     "segments of fixed size": {"environment": {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False"}},
-    "decode-only": DECODE_ONLY | ROOM_FOR_COMMUNICATORS,
-    "drafts": {"num_speculative_tokens": 1} | ROOM_FOR_COMMUNICATORS,
+    "decode-only": DECODE_ONLY,
+    "drafts": {"num_speculative_tokens": 1},
     "replicas without XCCL": {
         "tensor_parallel_size": 1,
         "data_parallel_size": 2,

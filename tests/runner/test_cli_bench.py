@@ -59,6 +59,17 @@ def test_every_policy_side_by_side(capsys, tmp_path):
     assert picture.read_text().count("<figure>") == 2
 
 
+def test_draft_tokens_are_counted_as_in_vllm(capsys):
+    flags = ("--speculative-config", '{"num_speculative_tokens": 1}', "--draft-acceptance-rate", "0.5")
+    assert main(["bench", str(TINY), *FEW, *flags, "--random-output-len", "12", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    drafts, accepted = result["spec_decode_num_drafts"], result["spec_decode_accepted_tokens"]
+    assert 0 < accepted < drafts == result["spec_decode_draft_tokens"]
+    assert result["spec_decode_acceptance_rate"] == pytest.approx(100 * accepted / drafts)
+    assert result["spec_decode_acceptance_length"] == pytest.approx(1 + accepted / drafts)
+    assert result["spec_decode_per_position_acceptance_rates"] == [accepted / drafts]
+
+
 def test_failed_requests_are_told_and_exit_code_says_so(capsys):
     flags = ("--random-input-len", "200", "--random-range-ratio", "0.5", "--max-model-len", "256")
     assert main(["bench", str(TINY), *FEW, *flags, "--num-prompts", "12"]) == 1

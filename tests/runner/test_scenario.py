@@ -212,7 +212,7 @@ def test_flags_of_a_benchmark_are_vllms(tmp_path: Path) -> None:
         --random-input-len 8 --random-output-len 9 --random-range-ratio 0.25 --random-prefix-len 10
         --timed-trace-chunk-hash-size 512 --timed-trace-sec-multiplier 0.001 --timed-trace-label-timestamp at
         --timed-trace-label-input-length in --timed-trace-label-output-length out --timed-trace-label-hash-ids ids
-        --temperature 0.7 --top-p 0.9 --top-k 20 --min-p 0.1 --no-ignore-eos
+        --draft-acceptance-rate 0.8 --temperature 0.7 --top-p 0.9 --top-k 20 --min-p 0.1 --no-ignore-eos
         --goodput ttft:500 tpot:50.5 e2el:9000 --metric-percentiles 50,99.9 --save-detailed --survives-errors
     """)
     overrides = overrides_from_flags(build_parser().parse_args(["bench", "s.toml", *flags]))

@@ -7,7 +7,7 @@ the time at which it ends. The way between sender and engine takes no time.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +15,10 @@ from typing import Protocol
 from xlite_runner.errors import EngineDeadError, NeverAdmittedError, WorkloadError
 from xlite_runner.serving.clock import Clock, HostOverhead
 from xlite_runner.serving.engine_core import EngineCoreOutputs, ServingEngine
-from xlite_runner.serving.metrics import RequestRecord
+from xlite_runner.serving.metrics import RequestRecord, SpecDecodeStats
 from xlite_runner.serving.output import EngineCoreOutput
 from xlite_runner.serving.request import FinishReason, Request
+from xlite_runner.serving.stats import ServingCounters
 from xlite_runner.serving.workload import TimedRequest
 
 _SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
@@ -110,6 +111,7 @@ class BenchmarkRun:
         num_preemptions: Times that a request lost its blocks.
         prefix_cache_queries: Tokens looked up in the prefix cache.
         prefix_cache_hits: Those that were found.
+        spec_decode: Draft tokens; None if there were none.
     """
 
     records: list[RequestRecord]
@@ -118,6 +120,7 @@ class BenchmarkRun:
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    spec_decode: SpecDecodeStats | None = None
 
 
 class Benchmark:
@@ -184,6 +187,7 @@ class Benchmark:
             num_preemptions=sum(counter.num_preemptions for counter in counters),
             prefix_cache_queries=sum(counter.prefix_cache_queries for counter in counters),
             prefix_cache_hits=sum(counter.prefix_cache_hits for counter in counters),
+            spec_decode=_spec_decode(counters),
         )
 
     def _now(self) -> float:
@@ -300,6 +304,21 @@ class Benchmark:
         self._load.add(end - begin, load)
         for observer in self._observers:
             observer.on_step(begin, end, load)
+
+
+def _spec_decode(counters: Sequence[ServingCounters]) -> SpecDecodeStats | None:
+    num_drafts = sum(counter.spec_decode_num_drafts for counter in counters)
+    if not num_drafts:
+        return None
+    per_position: Counter[int] = Counter()
+    for counter in counters:
+        per_position += counter.spec_decode_num_accepted_tokens_per_pos
+    return SpecDecodeStats(
+        num_drafts=num_drafts,
+        draft_tokens=sum(counter.spec_decode_num_draft_tokens for counter in counters),
+        accepted_tokens=sum(counter.spec_decode_num_accepted_tokens for counter in counters),
+        per_position_acceptance_rates=tuple(per_position[pos] / num_drafts for pos in sorted(per_position)),
+    )
 
 
 def _fail(record: RequestRecord, error: Exception, now: float) -> None:

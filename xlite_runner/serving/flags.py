@@ -17,6 +17,7 @@ _WORKLOAD_FLAGS = (
     "ramp_up_start_rps", "ramp_up_end_rps", "random_input_len", "random_output_len", "random_range_ratio",
     "random_prefix_len", "timed_trace_chunk_hash_size", "timed_trace_sec_multiplier", "timed_trace_label_timestamp",
     "timed_trace_label_input_length", "timed_trace_label_output_length", "timed_trace_label_hash_ids",
+    "draft_acceptance_rate",
 )  # fmt: skip
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "min_p", "ignore_eos")
 _BENCH_FLAGS = ("goodput", "metric_percentiles", "save_detailed", "survives_errors")
@@ -47,6 +48,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     number("--timed-trace-sec-multiplier", "seconds of one unit of the timestamps", float)
     for label in ("timestamp", "input-length", "output-length", "hash-ids"):
         workload.add_argument(f"--timed-trace-label-{label}", metavar="KEY", help=f"key of a timed trace's {label}")
+    number("--draft-acceptance-rate", "probability that a draft token is right, with speculation", float)
     number("--temperature", "of sampling; 0 is greedy", float)
     number("--top-p", "of sampling", float)
     number("--top-k", "of sampling")

@@ -120,6 +120,42 @@ class Latency:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecDecodeStats:
+    """Draft tokens of a benchmark; names are vLLM's.
+
+    Attributes:
+        num_drafts: Verifications of draft tokens.
+        per_position_acceptance_rates: Part of the verifications in which the draft token at each position was accepted.
+    """
+
+    num_drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    per_position_acceptance_rates: tuple[float, ...]
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens in percent."""
+        return 100 * self.accepted_tokens / self.draft_tokens
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a verification, its own included."""
+        return 1 + self.accepted_tokens / self.num_drafts
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of vLLM's JSON."""
+        return {
+            "spec_decode_acceptance_rate": self.acceptance_rate,
+            "spec_decode_acceptance_length": self.acceptance_length,
+            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_draft_tokens": self.draft_tokens,
+            "spec_decode_accepted_tokens": self.accepted_tokens,
+            "spec_decode_per_position_acceptance_rates": list(self.per_position_acceptance_rates),
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkMetrics:
     """Figures over all requests; names are vLLM's.

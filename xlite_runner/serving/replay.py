@@ -18,7 +18,7 @@ from xlite_runner.serving.engine_core import ReplicaStep
 from xlite_runner.serving.executor import RunFunctions, WorkerExecutor
 from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.step_runner import StepRunner
+from xlite_runner.serving.step_runner import EMPTY_MODEL_RUNNER_OUTPUT, StepRunner
 from xlite_runner.worker import NPUWorker
 
 MAX_EFFECTS = 4096
@@ -76,12 +76,14 @@ class ReplayingExecutor:
         """Execute or repeat a step; see :class:`xlite_runner.serving.engine_core.Executor`."""
         (step,) = steps
         output = step.scheduler_output
-        if output is None or not output.num_scheduled_tokens or not self._may_be_alike(output):
+        if output is None or not self._may_be_alike(output):
             self.num_executed_steps += bool(output and output.num_scheduled_tokens)
             return self._executor.execute_model(steps)
         runners = [worker.model_runner.steps for worker in self._workers]
         for runner in runners:
             runner.update_states(output)
+        if not output.num_scheduled_tokens:
+            return [EMPTY_MODEL_RUNNER_OUTPUT]
         shape = _Shape(runners[0], output)
         key = self._recorder.state(), shape.key
         effect = self._effects.get(key)

@@ -82,6 +82,11 @@ def _rows(first: BenchResult) -> list[_Row]:
                 return result.metrics.latencies[name].percentiles[place][1]
 
             rows.append((f"P{percentile:g} {label} (ms)", value, True))
+    if first.run.spec_decode is not None:
+        rows += [
+            ("Acceptance rate (%)", lambda r: r.run.spec_decode.acceptance_rate if r.run.spec_decode else 0.0, True),
+            ("Acceptance length", lambda r: r.run.spec_decode.acceptance_length if r.run.spec_decode else 0.0, True),
+        ]
     return [
         *rows,
         ("Peak running requests", lambda r: r.run.load.max_num_running, True),
@@ -144,6 +149,7 @@ def _to_dict(result: BenchResult, *, detailed: bool) -> dict[str, Any]:
         "policy": result.policy,
         "num_gpu_blocks": result.profile.num_gpu_blocks,
         **result.metrics.to_dict(),
+        **(run.spec_decode.to_dict() if run.spec_decode is not None else {}),
         "load": {
             "num_steps": load.num_steps,
             "num_replayed_steps": result.num_replayed_steps,

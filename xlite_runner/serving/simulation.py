@@ -74,9 +74,10 @@ def serve(
 
     from npusim.told import ToldTokens
 
-    requests = build_requests(scenario.workload)
+    workload = scenario.workload
+    requests = build_requests(workload)
     _check_lengths(requests, config)
-    told = ToldTokens(config.model.vocab_size, seed=scenario.workload.seed)
+    told = ToldTokens(config.model.vocab_size, workload.seed, workload.draft_acceptance_rate)
     world = build_world(scenario, config, policy, told_values=told)
     with world, captured_log() as lines:
         from xlite_runner.engine import EngineCore  # imports torch_npu, which only now is the double
@@ -166,8 +167,9 @@ def _plan(faults: Sequence[Fault], world: SimWorld) -> None:
 
 
 def _executor(engine: EngineCore, world: SimWorld, told: ToldTokens, *, replays: bool) -> Executor:
-    num_replicas = engine.config.parallel.data_parallel_size
-    if not replays or num_replicas > 1 or engine.config.speculative is not None:
+    config = engine.config
+    num_replicas = config.parallel.data_parallel_size
+    if not replays or num_replicas > 1 or config.speculative is not None or config.scheduler.async_scheduling:
         return WorkerExecutor(engine.workers, num_replicas, world.run_ranks)
 
     from npusim.step_recorder import StepRecorder

@@ -57,6 +57,7 @@ class Workload(BaseModel):
         ramp_up_strategy: How the rate goes from ``ramp_up_start_rps`` to ``ramp_up_end_rps``; instead of a rate.
         random_range_ratio: Random lengths are drawn between (1 - ratio) and (1 + ratio) times the length.
         random_prefix_len: Tokens before the random prompt that all requests share.
+        draft_acceptance_rate: With speculation, the probability that a draft token is right.
         sampling: Every request's; ``max_tokens`` is replaced by the length to generate.
     """
 
@@ -82,6 +83,7 @@ class Workload(BaseModel):
     timed_trace_label_input_length: str = "input_length"
     timed_trace_label_output_length: str = "output_length"
     timed_trace_label_hash_ids: str = "hash_ids"
+    draft_acceptance_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
     sampling: Annotated[SamplingParams, BeforeValidator(_sampling_over_defaults)] = SamplingParams(
         temperature=0.0, ignore_eos=True
     )

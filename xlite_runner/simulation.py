@@ -49,7 +49,7 @@ def start(
         WorldError: The scenario's memory figures contradict each other.
         ValueError, AssertionError, torch.OutOfMemoryError: What the engine's start raises.
     """
-    with _started(scenario, config, policy, profile, on_stage) as (world, engine, lines):
+    with started(scenario, config, policy, profile=profile, on_stage=on_stage) as (world, engine, lines):
         return engine.result(lines, ledgers(world), world.event_log.digest)
 
 
@@ -71,38 +71,43 @@ def audit(
     Raises:
         Exception: As :func:`start`. What goes wrong in serving is no error, but in the result.
     """
-    with _started(scenario, config, policy, None, on_stage) as (world, engine, lines):
+    with started(scenario, config, policy, on_stage=on_stage) as (world, engine, lines):
         profile = engine.result(lines, ledgers(world), world.event_log.digest)
         result = AuditResult(profile=profile, ranks=engine.audit(_WorldLedger(world)))
     if not result.ran_out_of_memory:
         return result
     num_blocks = profile.num_gpu_blocks
     cache = replace(config.cache, num_gpu_blocks_override=num_blocks // 2)
-    with _started(scenario, replace(config, cache=cache), policy, None, None) as (world, engine, _):
+    with started(scenario, replace(config, cache=cache), policy) as (world, engine, _):
         measured = engine.audit(_WorldLedger(world), num_blocks)
     pairs = zip(result.ranks, measured, strict=True)
     return AuditResult(profile=profile, ranks=tuple(more.after_running_out_of_memory(first) for first, more in pairs))
 
 
 @contextmanager
-def _started(
+def started(
     scenario: Scenario,
     config: RunnerConfig,
     policy: ProfilePolicy,
-    profile: DeviceProfile | None,
-    on_stage: Callable[[str], None] | None,
+    *,
+    profile: DeviceProfile | None = None,
+    told_values: Told | None = None,
+    on_stage: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[SimWorld, EngineCore, list[str]]]:
-    """A world, an engine started in it, and the lines of its log."""
+    """A world, an engine started in it, and the lines of its log; arguments as of :func:`start` and :func:`build_world`.
+
+    What is sampled follows from the engine's seed, if ``told_values`` does not say otherwise.
+    """
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not by name
 
     from npusim.told import ToldTokens
 
-    told = ToldTokens(config.model.vocab_size, config.seed)
-    world = build_world(scenario, config, policy, profile, told_values=told)
+    told_values = told_values or ToldTokens(config.model.vocab_size, config.seed)
+    world = build_world(scenario, config, policy, profile, told_values=told_values)
     with world, captured_log() as lines:
         from xlite_runner.engine import EngineCore  # imports torch_npu, which only now is the double
 
-        with imports_out_of_the_collectors_way():
+        with _imports_out_of_the_collectors_way():
             engine = EngineCore(config, policy, world.run_ranks, HashStore(), on_stage)
             engine.start()
             yield world, engine, lines
@@ -223,7 +228,7 @@ def handling(handler: logging.Handler) -> Iterator[None]:
 
 
 @contextmanager
-def imports_out_of_the_collectors_way() -> Iterator[None]:
+def _imports_out_of_the_collectors_way() -> Iterator[None]:
     """The start-up collects garbage at a dozen points, each time through everything that torch's import left."""
     gc.collect()
     gc.freeze()

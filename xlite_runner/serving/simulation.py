@@ -18,14 +18,7 @@ from xlite_runner.serving.faults import Fault
 from xlite_runner.serving.metrics import calculate_metrics
 from xlite_runner.serving.result import BenchResult, RankMemory
 from xlite_runner.serving.workload import TimedRequest, build_requests
-from xlite_runner.simulation import (
-    build_world,
-    captured_log,
-    engine_clock,
-    host_overhead,
-    imports_out_of_the_collectors_way,
-    ledgers,
-)
+from xlite_runner.simulation import engine_clock, host_overhead, ledgers, started
 
 if TYPE_CHECKING:
     from npusim.report.panels import Panel
@@ -70,25 +63,17 @@ def serve(
         WorldError: The scenario's memory figures contradict each other.
         ValueError, AssertionError, torch.OutOfMemoryError: What the engine's start raises.
     """
-    from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not by name
-
     from npusim.told import ToldTokens
 
     workload = scenario.workload
     requests = build_requests(workload)
     _check_lengths(requests, config)
     told = ToldTokens(config.model.vocab_size, workload.seed, workload.draft_acceptance_rate)
-    world = build_world(scenario, config, policy, told_values=told)
-    with world, captured_log() as lines:
-        from xlite_runner.engine import EngineCore  # imports torch_npu, which only now is the double
-
-        with imports_out_of_the_collectors_way():
-            engine = EngineCore(config, policy, world.run_ranks, HashStore(), on_stage)
-            engine.start()
-            watch = _Watch(world, engine, len(requests), on_requests)
-            executor = _executor(engine, world, told, replays=replays)
-            _plan(scenario.faults, world)
-            run = _benchmark(scenario, engine, executor, world, watch).run(requests)
+    with started(scenario, config, policy, told_values=told, on_stage=on_stage) as (world, engine, lines):
+        watch = _Watch(world, engine, len(requests), on_requests)
+        executor = _executor(engine, world, told, replays=replays)
+        _plan(scenario.faults, world)
+        run = _benchmark(scenario, engine, executor, world, watch).run(requests)
         options = scenario.bench
         metrics = calculate_metrics(run.records, run.duration, options.goodput, options.metric_percentiles)
         result = BenchResult(

@@ -94,9 +94,10 @@ def started(
     told_values: Told | None = None,
     on_stage: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[SimWorld, EngineCore, list[str]]]:
-    """A world, an engine started in it, and the lines of its log; arguments as of :func:`start` and :func:`build_world`.
+    """A world, an engine started in it, and the lines of its log.
 
-    What is sampled follows from the engine's seed, if ``told_values`` does not say otherwise.
+    Arguments and errors are those of :func:`start` and :func:`build_world`. What is sampled follows by default from the
+    engine's seed.
     """
     from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not by name
 

@@ -34,10 +34,10 @@ def cost_per_step(step: Callable[[], None], num_steps: int = 64, num_runs: int =
 
 def our_step(num_requests: int) -> Callable[[], None]:
     from xlite_runner.config import CacheConfig, SchedulerConfig
+    from xlite_runner.serving.core.request import Request
+    from xlite_runner.serving.core.scheduler import Scheduler
     from xlite_runner.serving.output import ModelRunnerOutput
-    from xlite_runner.serving.request import Request
     from xlite_runner.serving.sampling_params import SamplingParams
-    from xlite_runner.serving.scheduler import Scheduler
 
     config = SchedulerConfig(max_num_seqs=num_requests, max_num_batched_tokens=2**20, max_model_len=40960)
     scheduler = Scheduler(config, CacheConfig(block_size=128, gpu_memory_utilization=0.9), 40 * num_requests)

@@ -24,10 +24,10 @@ def main() -> None:
     parser.add_argument("--all-steps", action="store_true", help="execute every step of eight shorter requests")
     options = parser.parse_args()
 
+    from xlite_runner.bench import simulation
+    from xlite_runner.bench.benchmark import Benchmark
     from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
     from xlite_runner.scenario import load_scenario
-    from xlite_runner.serving import simulation
-    from xlite_runner.serving.benchmark import Benchmark
 
     few = {"num_prompts": 8, "random_input_len": 20000, "random_output_len": 60}
     path = ROOT / "examples" / "qwen3-30b-a3b-serving.toml"

@@ -14,14 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from xlite_runner.audit.report import audit_json, print_audit
 from xlite_runner.audit.result import AuditResult
+from xlite_runner.bench.report import bench_to_json, print_bench_report
+from xlite_runner.bench.simulation import check_plot, draw, serve
 from xlite_runner.config import ModelConfig, ProfilePolicy, RunnerConfig, check_and_update_config
 from xlite_runner.errors import XliteRunnerError
 from xlite_runner.flags import build_parser, overrides_from_flags
 from xlite_runner.report import print_report, to_json
 from xlite_runner.result import ProfileResult
 from xlite_runner.scenario import Scenario, load_scenario
-from xlite_runner.serving.report import bench_to_json, print_bench_report
-from xlite_runner.serving.simulation import check_plot, draw, serve
 from xlite_runner.simulation import audit, handling, start
 from xlite_runner.stages import STAGES
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xlite_runner.bench.flags import add_bench_flags, bench_overrides
 from xlite_runner.config import ProfilePolicy
 from xlite_runner.scenario import SCENARIO_KEYS
-from xlite_runner.serving.flags import add_bench_flags, bench_overrides
 
 _DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 

@@ -13,6 +13,7 @@ import torch
 import torch_npu
 from torch import nn
 
+from xlite_runner.acl_graph import ACLGraphWrapper
 from xlite_runner.batch_execution import BatchExecution, BatchExecutionPlanner
 from xlite_runner.config import CUDAGraphMode, ProfilePolicy, RunnerConfig
 from xlite_runner.cudagraph_dispatcher import CudagraphDispatcher
@@ -26,7 +27,6 @@ from xlite_runner.forward_context import (
     select_moe_comm_method,
 )
 from xlite_runner.graph_capture import GraphRunner
-from xlite_runner.graphs import ACLGraphWrapper
 from xlite_runner.input_buffers import InputBuffers
 from xlite_runner.kv_cache.allocation import KVCaches, allocate_kv_caches, bind_kv_caches
 from xlite_runner.kv_cache.planning import KVCacheConfig
@@ -41,8 +41,8 @@ from xlite_runner.models.attention import (
 )
 from xlite_runner.models.loader import build_model
 from xlite_runner.models.rotary import CosSinBuffers
-from xlite_runner.serving.mtp_proposer import MtpProposer
-from xlite_runner.serving.step_runner import StepRunner
+from xlite_runner.serving.worker.mtp_proposer import MtpProposer
+from xlite_runner.serving.worker.step_runner import StepRunner
 
 if TYPE_CHECKING:
     from xlite_runner.parallel_state import ParallelState

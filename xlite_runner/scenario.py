@@ -23,13 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from xlite_runner.bench.faults import Fault
+from xlite_runner.bench.metrics import BenchOptions, Goodput
+from xlite_runner.bench.workload import Workload
 from xlite_runner.config import EngineArgs, ProfilePolicy
 from xlite_runner.config.engine_args import AuditArgs, KVTransferArgs, XliteGraphArgs
 from xlite_runner.errors import ScenarioError
-from xlite_runner.serving.faults import Fault
-from xlite_runner.serving.metrics import BenchOptions, Goodput
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.workload import Workload
 from xlite_runner.validation import did_you_mean, explain
 
 BytesPerRank = int | tuple[int, ...]

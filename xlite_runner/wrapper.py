@@ -11,11 +11,11 @@ import torch
 import torch_npu
 from xlite._C import AttnMeta, Runtime
 
+from xlite_runner.acl_graph import ACLGraphWrapper
 from xlite_runner.adapters import XliteModel, get_adapter
 from xlite_runner.config import ProfilePolicy, RunnerConfig
 from xlite_runner.dispatch import Dispatcher, Route, first_metadata
 from xlite_runner.forward_context import ForwardContext
-from xlite_runner.graphs import ACLGraphWrapper
 from xlite_runner.models.attention import AscendMetadata
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.parallel_state import ParallelState

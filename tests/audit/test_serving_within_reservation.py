@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xlite_runner.serving.request import Request
+from xlite_runner.serving.core.request import Request
 from xlite_runner.serving.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.sim_only("the ledger's peak of a particular card")

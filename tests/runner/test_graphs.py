@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("xlite._C")
 
+from xlite_runner.acl_graph import ACLGraphWrapper
 from xlite_runner.budget import graph_estimate_message, graph_memory_message
 from xlite_runner.config import CUDAGraphMode, EngineArgs, ModelConfig, check_and_update_config
 from xlite_runner.cudagraph_dispatcher import CudagraphDispatcher
 from xlite_runner.forward_context import BatchDescriptor, ForwardContext
 from xlite_runner.graph_capture import MIN_GRAPH_BYTES, GraphRunner
-from xlite_runner.graphs import ACLGraphWrapper
 from xlite_runner.scenario import load_scenario
 from xlite_runner.wrapper import XliteWrapper
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from xlite_runner.bench.workload import Workload
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.config.environment import ENVIRONMENT_VARIABLES
 from xlite_runner.errors import ScenarioError
 from xlite_runner.flags import build_parser, overrides_from_flags
 from xlite_runner.scenario import Scenario, load_scenario
-from xlite_runner.serving.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))

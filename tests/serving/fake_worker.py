@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from xlite_runner.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
-from xlite_runner.serving.async_scheduler import AsyncScheduler
+from xlite_runner.serving.core.async_scheduler import AsyncScheduler
+from xlite_runner.serving.core.request import Request
+from xlite_runner.serving.core.scheduler import Scheduler
 from xlite_runner.serving.engine_core import ServingEngine
 from xlite_runner.serving.executor import WorkerExecutor
 from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
-from xlite_runner.serving.request import Request
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.scheduler import Scheduler
 
 VOCABULARY = 1000
 

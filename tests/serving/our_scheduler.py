@@ -8,11 +8,11 @@ from typing import Any
 
 from tests.upstream.scheduler_programs import EOS, Program, RequestProgram, drive
 from xlite_runner.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
-from xlite_runner.serving.async_scheduler import AsyncScheduler
+from xlite_runner.serving.core.async_scheduler import AsyncScheduler
+from xlite_runner.serving.core.request import Request, RequestStatus
+from xlite_runner.serving.core.scheduler import Scheduler
 from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
-from xlite_runner.serving.request import Request, RequestStatus
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.scheduler import Scheduler
 
 
 class OurScheduler:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from tests.serving.fake_worker import make_scheduler
-from xlite_runner.serving.benchmark import Benchmark
+from xlite_runner.bench.benchmark import Benchmark
+from xlite_runner.bench.traces import SampleRequest, Segment
+from xlite_runner.bench.workload import TimedRequest
 from xlite_runner.serving.clock import HostOverhead
 from xlite_runner.serving.engine_core import ReplicaStep, ServingEngine
 from xlite_runner.serving.output import ModelRunnerOutput
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.traces import SampleRequest, Segment
-from xlite_runner.serving.workload import TimedRequest
 
 
 class StepClock:

@@ -16,11 +16,11 @@ from tests.serving.fake_worker import (
     run_in_turns,
 )
 from xlite_runner.config import EngineArgs, ModelConfig, check_and_update_config
-from xlite_runner.serving.async_scheduler import AsyncScheduler
+from xlite_runner.serving.core.async_scheduler import AsyncScheduler
+from xlite_runner.serving.core.request import FinishReason, Request
 from xlite_runner.serving.engine_core import STEPS_BETWEEN_AGREEMENTS, ServingEngine
 from xlite_runner.serving.executor import WorkerExecutor
 from xlite_runner.serving.output import LogprobsLists, ModelRunnerOutput
-from xlite_runner.serving.request import FinishReason, Request
 from xlite_runner.serving.sampling_params import SamplingParams
 
 TINY = {

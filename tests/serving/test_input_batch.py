@@ -19,7 +19,7 @@ def make_batch():
     import torch
 
     from xlite_runner.input_buffers import InputBuffers
-    from xlite_runner.serving.input_batch import InputBatch
+    from xlite_runner.serving.worker.input_batch import InputBatch
 
     args = EngineArgs(max_num_seqs=MAX_ROWS, max_num_batched_tokens=512, block_size=128)
     config = check_and_update_config(args, ModelConfig.from_hf(DENSE))
@@ -31,7 +31,7 @@ def request(name, num_computed=0):
     """Everything in it follows from its number, so that a row tells whose it is."""
     import torch
 
-    from xlite_runner.serving.request_state import CachedRequestState
+    from xlite_runner.serving.worker.request_state import CachedRequestState
 
     data = NewRequestData(
         req_id=f"r{name}",
@@ -162,7 +162,7 @@ def test_metadata_is_made_anew_only_when_rows_changed(npu_world):
     ],
 )
 def test_kind_of_batch(num_computed, query_lens, num_drafts, speculates, chunked, state):
-    from xlite_runner.serving.step_inputs import attention_state
+    from xlite_runner.serving.worker.step_inputs import attention_state
 
     num_valid = [length - drafts for length, drafts in zip(query_lens, num_drafts, strict=True)]
     made = attention_state(num_computed, query_lens, num_valid, speculates=speculates, enable_chunked_prefill=chunked)

@@ -28,7 +28,7 @@ def faults_over(seconds):
 
 def serve(num_requests, seconds, faults=()):
     """A tiny model on two ranks; requests come all the time, and in between something goes wrong."""
-    from xlite_runner.serving import simulation
+    from xlite_runner.bench import simulation
 
     overrides = {
         "tensor_parallel_size": 2,

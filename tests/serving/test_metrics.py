@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from xlite_runner.serving.metrics import BenchmarkMetrics, Goodput, RequestRecord, calculate_metrics
+from xlite_runner.bench.metrics import BenchmarkMetrics, Goodput, RequestRecord, calculate_metrics
 
 RECORDED = json.loads(
     (Path(__file__).parents[1] / "data" / "serving" / "bench_serve_metrics.json").read_text(encoding="utf-8")

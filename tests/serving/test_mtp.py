@@ -18,7 +18,7 @@ told = pytest.mark.npu_settings(told_values=ToldTokens(DENSE["vocab_size"]))
 
 
 def test_buffers_of_the_published_size(npu_device):
-    from xlite_runner.serving.mtp_proposer import MtpProposer
+    from xlite_runner.serving.worker.mtp_proposer import MtpProposer
 
     model = ModelConfig.from_hf(DENSE | {"hidden_size": HIDDEN_SIZE})
     args = EngineArgs(max_num_seqs=NUM_REQS, max_num_batched_tokens=8192, num_speculative_tokens=1)
@@ -28,7 +28,7 @@ def test_buffers_of_the_published_size(npu_device):
 
 
 def test_more_than_one_draft_is_refused(npu_device):
-    from xlite_runner.serving.mtp_proposer import MtpProposer
+    from xlite_runner.serving.worker.mtp_proposer import MtpProposer
 
     args = EngineArgs(max_num_batched_tokens=512, num_speculative_tokens=2)
     config = check_and_update_config(args, ModelConfig.from_hf(DENSE))

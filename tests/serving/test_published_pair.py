@@ -8,11 +8,11 @@ import pytest
 
 from tests.serving.fake_worker import make_scheduler
 from tests.serving.test_benchmark import Executor, StepClock
+from xlite_runner.bench.benchmark import Benchmark
+from xlite_runner.bench.workload import build_requests
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.scenario import load_scenario
-from xlite_runner.serving.benchmark import Benchmark
 from xlite_runner.serving.engine_core import ServingEngine
-from xlite_runner.serving.workload import build_requests
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3-30b-a3b-serving.toml"
 EXPECTED = {ProfilePolicy.RUNNABLE: (4357, 13), ProfilePolicy.SKIP: (4892, 15)}
@@ -33,7 +33,7 @@ def test_blocks_decide_how_many_run_at_once(policy):
 @pytest.mark.slow
 @pytest.mark.sim_only("particular cards in virtual time")
 def test_the_whole_scenario():
-    from xlite_runner.serving.simulation import serve
+    from xlite_runner.bench.simulation import serve
 
     scenario = load_scenario(EXAMPLE)
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))

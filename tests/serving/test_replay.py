@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from xlite_runner.bench.report import bench_to_document
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.scenario import load_scenario
-from xlite_runner.serving.report import bench_to_document
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.sim_only("only a simulated device can repeat a step wit
 
 def figures(path, workload, *, replays):
     """Everything that a benchmark reports, and how many steps were repeated."""
-    from xlite_runner.serving.simulation import serve
+    from xlite_runner.bench.simulation import serve
 
     scenario = load_scenario(path, {"workload": workload, "bench": {"save_detailed": True}})
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))

@@ -25,12 +25,12 @@ def sampling(npu_device):
 
     from xlite_runner.config import EngineArgs, ModelConfig, check_and_update_config
     from xlite_runner.input_buffers import InputBuffers
-    from xlite_runner.serving.input_batch import InputBatch
     from xlite_runner.serving.output import NewRequestData
-    from xlite_runner.serving.rejection_sampler import RejectionSampler
-    from xlite_runner.serving.request_state import CachedRequestState
-    from xlite_runner.serving.sampler import Sampler
-    from xlite_runner.serving.step_inputs import SpecDecodeMetadata
+    from xlite_runner.serving.sample.rejection_sampler import RejectionSampler
+    from xlite_runner.serving.sample.sampler import Sampler
+    from xlite_runner.serving.worker.input_batch import InputBatch
+    from xlite_runner.serving.worker.request_state import CachedRequestState
+    from xlite_runner.serving.worker.step_inputs import SpecDecodeMetadata
 
     from .conftest import DENSE
 

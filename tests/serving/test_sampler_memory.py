@@ -52,9 +52,9 @@ def batch(npu_device):
 
     from xlite_runner.config import EngineArgs, ModelConfig, check_and_update_config
     from xlite_runner.input_buffers import InputBuffers
-    from xlite_runner.serving.input_batch import InputBatch
     from xlite_runner.serving.output import NewRequestData
-    from xlite_runner.serving.request_state import CachedRequestState
+    from xlite_runner.serving.worker.input_batch import InputBatch
+    from xlite_runner.serving.worker.request_state import CachedRequestState
 
     from .conftest import EXAMPLES
 
@@ -97,7 +97,7 @@ def assert_takes(peak, units, more_bytes=0):
 
 @pytest.mark.parametrize(("case", "device_type", "params", "units", "mask"), ROWS, ids=[row[0] for row in ROWS])
 def test_peak_of_the_sampler(batch, case, device_type, params, units, mask):
-    from xlite_runner.serving.sampler import Sampler
+    from xlite_runner.serving.sample.sampler import Sampler
 
     made = batch(**params)
     torch = made.torch
@@ -124,9 +124,9 @@ SPECULATIVE_ROWS = [
 )
 def test_peak_of_the_rejection_sampler(batch, case, params, units, mask):
     """One draft for each request: two rows of logits each."""
-    from xlite_runner.serving.rejection_sampler import RejectionSampler
-    from xlite_runner.serving.sampler import Sampler
-    from xlite_runner.serving.step_inputs import SpecDecodeMetadata
+    from xlite_runner.serving.sample.rejection_sampler import RejectionSampler
+    from xlite_runner.serving.sample.sampler import Sampler
+    from xlite_runner.serving.worker.step_inputs import SpecDecodeMetadata
 
     made = batch(**params)
     torch = made.torch

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.serving.fake_worker import make_engine, make_request, make_scheduler
+from xlite_runner.serving.core.request import FinishReason, RequestStatus
 from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
-from xlite_runner.serving.request import FinishReason, RequestStatus
 
 
 class Serving:

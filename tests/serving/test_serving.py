@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.serving.fake_worker import make_scheduler, run_in_turns
+from xlite_runner.serving.core.request import Request
 from xlite_runner.serving.engine_core import ServingEngine
 from xlite_runner.serving.executor import WorkerExecutor
-from xlite_runner.serving.request import Request
 from xlite_runner.serving.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.npu_settings(values="real"), pytest.mark.needs("values")]

@@ -9,9 +9,9 @@ import torch
 
 from tests.serving.conftest import DENSE, FULL, OFF
 from xlite_runner.config import EngineArgs, ModelConfig, check_and_update_config
+from xlite_runner.serving.core.request import FinishReason, Request
 from xlite_runner.serving.engine_core import ServingEngine
 from xlite_runner.serving.executor import WorkerExecutor
-from xlite_runner.serving.request import FinishReason, Request
 from xlite_runner.serving.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.npu_settings(values="real"), pytest.mark.needs("values")]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.serving.fake_worker import VOCABULARY, answer, make_engine, make_scheduler
-from xlite_runner.serving.request import FinishReason, Request
+from xlite_runner.serving.core.request import FinishReason, Request
+from xlite_runner.serving.core.scheduler import Scheduler
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from xlite_runner.bench.traces import READERS, SampleRequest, TimedTraceLabels, read_timed_trace
 from xlite_runner.errors import WorkloadError
-from xlite_runner.serving.traces import READERS, SampleRequest, TimedTraceLabels, read_timed_trace
 
 TRACES = Path(__file__).parents[1] / "data" / "serving" / "traces"
 

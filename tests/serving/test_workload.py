@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from xlite_runner.bench.arrivals import arrival_times, ramp_up_times
+from xlite_runner.bench.workload import Workload, build_requests
 from xlite_runner.errors import WorkloadError
-from xlite_runner.serving.arrivals import arrival_times, ramp_up_times
-from xlite_runner.serving.workload import Workload, build_requests
 
 TRACES = Path(__file__).parents[1] / "data" / "serving" / "traces"
 

@@ -11,10 +11,10 @@ from npusim.world import SimWorld
 from tests.upstream.cases import Case, ServingCase
 from xlite_runner.config import ModelConfig, ProfilePolicy, RunnerConfig, check_and_update_config
 from xlite_runner.scenario import Scenario, load_scenario
+from xlite_runner.serving.core.request import Request
 from xlite_runner.serving.engine_core import ReplicaStep, ServingEngine
 from xlite_runner.serving.executor import WorkerExecutor
 from xlite_runner.serving.output import ModelRunnerOutput
-from xlite_runner.serving.request import Request
 from xlite_runner.serving.sampling_params import SamplingParams
 from xlite_runner.simulation import build_world, ledgers, start
 

@@ -11,9 +11,9 @@ import torch
 import torch_npu
 from torch import nn
 
+from xlite_runner.acl_graph import AttentionTask, GraphParams, weak_ref_tensor
 from xlite_runner.errors import KVCacheError, UnsupportedDeviceError
 from xlite_runner.forward_context import AscendDeviceType, ForwardContext
-from xlite_runner.graphs import AttentionTask, GraphParams, weak_ref_tensor
 from xlite_runner.kv_cache.specs import FullAttentionSpec
 from xlite_runner.models.layers import BuildContext
 

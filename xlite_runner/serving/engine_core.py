@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from xlite_runner.config import RunnerConfig
-from xlite_runner.serving.async_scheduler import AsyncScheduler
+from xlite_runner.serving.core.async_scheduler import AsyncScheduler
+from xlite_runner.serving.core.request import Request, RequestStatus
+from xlite_runner.serving.core.scheduler import Scheduler
+from xlite_runner.serving.core.stats import SchedulerStats
 from xlite_runner.serving.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from xlite_runner.serving.request import Request, RequestStatus
-from xlite_runner.serving.scheduler import Scheduler
-from xlite_runner.serving.stats import SchedulerStats
 
 STEPS_BETWEEN_AGREEMENTS = 32
 """After so many steps the replicas of a mixture of experts agree on whether any has work left (vLLM's constant)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from xlite_runner.serving.request import FinishReason
+from xlite_runner.serving.core.request import FinishReason
 from xlite_runner.serving.sampling_params import SamplingParams
 
 

@@ -10,7 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xlite_runner.config import CacheConfig, SchedulerConfig, SchedulingPolicy, SpeculativeConfig
-from xlite_runner.serving.kv_cache_manager import KVCacheManager
+from xlite_runner.serving.core.kv_cache_manager import KVCacheManager
+from xlite_runner.serving.core.request import Request, RequestStatus
+from xlite_runner.serving.core.request_queue import create_request_queue
+from xlite_runner.serving.core.stats import SchedulerStats, ServingCounters
 from xlite_runner.serving.output import (
     CachedRequestData,
     EngineCoreOutput,
@@ -18,9 +21,6 @@ from xlite_runner.serving.output import (
     NewRequestData,
     SchedulerOutput,
 )
-from xlite_runner.serving.request import Request, RequestStatus
-from xlite_runner.serving.request_queue import create_request_queue
-from xlite_runner.serving.stats import SchedulerStats, ServingCounters
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 from sortedcontainers import SortedKeyList
 
 from xlite_runner.config import SchedulingPolicy
-from xlite_runner.serving.request import Request
+from xlite_runner.serving.core.request import Request
 
 
 class RequestQueue(Protocol):

@@ -13,8 +13,8 @@ import torch
 import torch_npu
 
 from xlite_runner.forward_context import AscendDeviceType
-from xlite_runner.serving.penalties import apply_penalties
-from xlite_runner.serving.sampling_metadata import SamplingMetadata
+from xlite_runner.serving.sample.penalties import apply_penalties
+from xlite_runner.serving.sample.sampling_metadata import SamplingMetadata
 from xlite_runner.serving.sampling_params import SAMPLING_EPS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from xlite_runner.serving.request import FinishReason
+from xlite_runner.serving.core.request import FinishReason
 
 
 @dataclass(slots=True)

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xlite_runner.bench.benchmark import Benchmark, StepLoad
+from xlite_runner.bench.faults import Fault
+from xlite_runner.bench.metrics import calculate_metrics
+from xlite_runner.bench.result import BenchResult, RankMemory
+from xlite_runner.bench.workload import TimedRequest, build_requests
 from xlite_runner.config import ProfilePolicy, RunnerConfig
 from xlite_runner.errors import WorkloadError
 from xlite_runner.scenario import Scenario
-from xlite_runner.serving.benchmark import Benchmark, StepLoad
 from xlite_runner.serving.engine_core import Executor, ServingEngine
 from xlite_runner.serving.executor import WorkerExecutor
-from xlite_runner.serving.faults import Fault
-from xlite_runner.serving.metrics import calculate_metrics
-from xlite_runner.serving.result import BenchResult, RankMemory
-from xlite_runner.serving.workload import TimedRequest, build_requests
 from xlite_runner.simulation import engine_clock, host_overhead, ledgers, started
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _executor(engine: EngineCore, world: SimWorld, told: ToldTokens, *, replays:
         return WorkerExecutor(engine.workers, num_replicas, world.run_ranks)
 
     from npusim.step_recorder import StepRecorder
-    from xlite_runner.serving.replay import ReplayingExecutor
+    from xlite_runner.bench.replay import ReplayingExecutor
 
     def tokens(rank: int, num_requests: int) -> list[int]:
         sampled: list[int] = told.tokens(rank, (num_requests, 1))[:, 0].tolist()
@@ -226,7 +226,7 @@ class _Watch:
         self._at_start = [watch.now() for watch in self._memory]
 
     def on_step(self, begin: float, end: float, load: StepLoad) -> None:
-        """See :class:`xlite_runner.serving.benchmark.Observer`."""
+        """See :class:`xlite_runner.bench.benchmark.Observer`."""
         for card in self._world.cards:
             card.agenda.catch_up()
         # Steps are part of what the world did, also those whose operators leave no other trace in its log.

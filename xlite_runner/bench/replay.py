@@ -18,7 +18,7 @@ from xlite_runner.serving.engine_core import ReplicaStep
 from xlite_runner.serving.executor import RunFunctions, WorkerExecutor
 from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.step_runner import EMPTY_MODEL_RUNNER_OUTPUT, StepRunner
+from xlite_runner.serving.worker.step_runner import EMPTY_MODEL_RUNNER_OUTPUT, StepRunner
 from xlite_runner.worker import NPUWorker
 
 MAX_EFFECTS = 4096

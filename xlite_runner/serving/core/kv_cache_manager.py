@@ -9,8 +9,8 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from xlite_runner.serving.block_pool import BlockPool
-from xlite_runner.serving.request import Request
+from xlite_runner.serving.core.block_pool import BlockPool
+from xlite_runner.serving.core.request import Request
 
 _NO_BLOCKS: Sequence[int] = ()
 

@@ -14,9 +14,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from xlite_runner.serving.host_twin import to_device
-from xlite_runner.serving.penalties import apply_penalties
-from xlite_runner.serving.sampler import (
+from xlite_runner.serving.sample.penalties import apply_penalties
+from xlite_runner.serving.sample.sampler import (
     LogprobsTensors,
     Sampler,
     SamplerOutput,
@@ -24,8 +23,9 @@ from xlite_runner.serving.sampler import (
     exponential_noise,
     gather_logprobs,
 )
-from xlite_runner.serving.sampling_metadata import SamplingMetadata
-from xlite_runner.serving.step_inputs import SpecDecodeMetadata
+from xlite_runner.serving.sample.sampling_metadata import SamplingMetadata
+from xlite_runner.serving.worker.host_twin import to_device
+from xlite_runner.serving.worker.step_inputs import SpecDecodeMetadata
 
 PLACEHOLDER_TOKEN_ID = -1
 """Stands where a row has no token."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from xlite_runner.serving.host_twin import to_device
-from xlite_runner.serving.sampling_metadata import Penalties
+from xlite_runner.serving.sample.sampling_metadata import Penalties
+from xlite_runner.serving.worker.host_twin import to_device
 
 
 def apply_penalties(

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from xlite_runner.bench.metrics import RequestRecord, SpecDecodeStats
+from xlite_runner.bench.workload import TimedRequest
 from xlite_runner.errors import EngineDeadError, NeverAdmittedError, WorkloadError
 from xlite_runner.serving.clock import Clock, HostOverhead
+from xlite_runner.serving.core.request import FinishReason, Request
+from xlite_runner.serving.core.stats import ServingCounters
 from xlite_runner.serving.engine_core import EngineCoreOutputs, ServingEngine
-from xlite_runner.serving.metrics import RequestRecord, SpecDecodeStats
 from xlite_runner.serving.output import EngineCoreOutput
-from xlite_runner.serving.request import FinishReason, Request
-from xlite_runner.serving.stats import ServingCounters
-from xlite_runner.serving.workload import TimedRequest
 
 _SUCCESSES = (FinishReason.STOP, FinishReason.LENGTH)
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from xlite_runner.config import RunnerConfig
 from xlite_runner.input_buffers import InputBuffers
-from xlite_runner.serving.host_twin import HostTwin, to_device
-from xlite_runner.serving.request_state import CachedRequestState
-from xlite_runner.serving.sampling_metadata import MinTokens, Penalties, SamplingMetadata
+from xlite_runner.serving.sample.sampling_metadata import MinTokens, Penalties, SamplingMetadata
+from xlite_runner.serving.worker.host_twin import HostTwin, to_device
+from xlite_runner.serving.worker.request_state import CachedRequestState
 
 
 class InputBatch:

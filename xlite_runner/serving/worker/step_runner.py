@@ -10,12 +10,18 @@ import torch
 
 from xlite_runner.forward_context import BatchDescriptor, ForwardContext
 from xlite_runner.models.attention import AscendMetadata
-from xlite_runner.serving.input_batch import InputBatch
 from xlite_runner.serving.output import LogprobsLists, ModelRunnerOutput, SchedulerOutput
-from xlite_runner.serving.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
-from xlite_runner.serving.request_state import CachedRequestState
-from xlite_runner.serving.sampler import LogprobsTensors, Sampler, SamplerOutput, compute_logprobs, gather_logprobs
-from xlite_runner.serving.step_inputs import StepInputBuilder, StepInputs
+from xlite_runner.serving.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from xlite_runner.serving.sample.sampler import (
+    LogprobsTensors,
+    Sampler,
+    SamplerOutput,
+    compute_logprobs,
+    gather_logprobs,
+)
+from xlite_runner.serving.worker.input_batch import InputBatch
+from xlite_runner.serving.worker.request_state import CachedRequestState
+from xlite_runner.serving.worker.step_inputs import StepInputBuilder, StepInputs
 
 if TYPE_CHECKING:
     from xlite_runner.runner import NPUModelRunner

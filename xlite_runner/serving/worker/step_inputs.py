@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from xlite_runner.config import RunnerConfig
 from xlite_runner.input_buffers import InputBuffers
 from xlite_runner.models.attention import AscendAttentionState
-from xlite_runner.serving.host_twin import HostTwin, to_device
-from xlite_runner.serving.input_batch import InputBatch
+from xlite_runner.serving.worker.host_twin import HostTwin, to_device
+from xlite_runner.serving.worker.input_batch import InputBatch
 
 PAD_SLOT_ID = -1
 """A token without a place in the cache."""

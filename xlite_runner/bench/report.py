@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from xlite_runner.bench.metrics import RequestRecord
+from xlite_runner.bench.result import BenchResult
 from xlite_runner.budget import format_gib
-from xlite_runner.serving.metrics import RequestRecord
-from xlite_runner.serving.result import BenchResult
 
 SCHEMA_VERSION = 1
 _MAX_ERRORS = 10

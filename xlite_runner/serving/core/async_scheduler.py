@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from xlite_runner.serving.core.request import Request, RequestStatus
+from xlite_runner.serving.core.scheduler import Scheduler
 from xlite_runner.serving.output import SchedulerOutput
-from xlite_runner.serving.request import Request, RequestStatus
-from xlite_runner.serving.scheduler import Scheduler
 
 PLACEHOLDER_TOKEN = -1
 """Draft token of a step whose drafts only the workers will know."""

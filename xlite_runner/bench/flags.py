@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from xlite_runner.bench.arrivals import RampUpStrategy
+from xlite_runner.bench.metrics import Goodput
+from xlite_runner.bench.workload import DatasetName
 from xlite_runner.config import ProfilePolicy
-from xlite_runner.serving.arrivals import RampUpStrategy
-from xlite_runner.serving.metrics import Goodput
-from xlite_runner.serving.workload import DatasetName
 
 _WORKLOAD_FLAGS = (
     "dataset_name", "dataset_path", "num_prompts", "request_rate", "burstiness", "max_concurrency", "ramp_up_strategy",

@@ -20,8 +20,8 @@ from xlite_runner.errors import ScenarioError
 from xlite_runner.forward_context import ForwardContext
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.models.loader import build_mtp
-from xlite_runner.serving.host_twin import to_device
-from xlite_runner.serving.step_inputs import StepInputs
+from xlite_runner.serving.worker.host_twin import to_device
+from xlite_runner.serving.worker.step_inputs import StepInputs
 
 
 class MtpProposer:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from xlite_runner.bench.benchmark import BenchmarkRun
+from xlite_runner.bench.metrics import BenchmarkMetrics
 from xlite_runner.result import Grade, ProfileResult
-from xlite_runner.serving.benchmark import BenchmarkRun
-from xlite_runner.serving.metrics import BenchmarkMetrics
 
 
 @dataclass(frozen=True, kw_only=True)

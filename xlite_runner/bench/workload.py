@@ -25,10 +25,10 @@ from pydantic import (
     model_validator,
 )
 
+from xlite_runner.bench.arrivals import RampUpStrategy, arrival_times, ramp_up_times
+from xlite_runner.bench.traces import READERS, SampleRequest, Segment, TimedTraceLabels, read_timed_trace
 from xlite_runner.errors import WorkloadError
-from xlite_runner.serving.arrivals import RampUpStrategy, arrival_times, ramp_up_times
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.traces import READERS, SampleRequest, Segment, TimedTraceLabels, read_timed_trace
 
 DatasetName = Literal["random", "sharegpt", "custom", "azure", "burstgpt", "mooncake", "timed_trace"]
 

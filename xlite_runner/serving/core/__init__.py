@@ -1,0 +1,1 @@
+"""Scheduler, queues, block pool: what vLLM has under ``v1/core``."""

@@ -44,6 +44,7 @@ def test_a_large_enough_one_is_exit_code_0(capsys):
     assert "Findings" not in printed
 
 
+@pytest.mark.slow
 def test_compare_shows_all_three_policies(capsys):
     assert main(["compare", TINY, *GREEDY, "--audited"]) == 0
     printed = capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 from npusim.errors import WorldError
 from npusim.world import SimWorld
 
-pytestmark = pytest.mark.sim_only("about simulated ranks")
+pytestmark = [pytest.mark.slow, pytest.mark.sim_only("about simulated ranks")]
 
 NUM_RANKS = 2
 PROGRAM = """

@@ -61,7 +61,8 @@ def test_project_with_a_device_option_of_its_own(installed):
     result.stdout.no_fnmatch_line("=* npusim*")
 
 
-@pytest.mark.parametrize("workers", ["-n0", pytest.param("-n2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
 def test_project_that_asks_for_a_device(workers, installed):
     """Its conftest.py imports torch_npu, as on a card; markers work in worker processes too."""
     installed.makepyprojecttoml("[tool.pytest.ini_options]\nnpusim_device = 'sim'\n")

@@ -79,6 +79,7 @@ def test_flags_override_the_file(capsys):
     assert document["results"][0]["ranks"][0]["requested_memory_bytes"] == int(65787658240 * 0.06)
 
 
+@pytest.mark.slow
 def test_fresh_process_with_another_hash_seed_prints_the_same_bytes(capsys):
     """The report and the digest of the event log do not depend on the process, nor on what ran in it before."""
     fresh = subprocess.run(

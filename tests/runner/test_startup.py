@@ -102,7 +102,7 @@ def test_same_model_on_a2_has_no_expert_exchange(start_scenario, short_model):
     assert before.ranks[0].non_torch_bytes == after.ranks[0].non_torch_bytes
 
 
-@pytest.mark.parametrize("megabytes", [200, 512])
+@pytest.mark.parametrize("megabytes", [200, pytest.param(512, marks=pytest.mark.slow)])
 def test_hccl_buffsize_counts_only_where_mc2_runs(start_scenario, short_model, megabytes):
     """Scenario 3: non-torch memory before the fix follows HCCL_BUFFSIZE twice, after it not at all."""
 
@@ -198,6 +198,7 @@ def predicted_tokens(start_scenario, short_model, policy, profile):
     return (rank.available_kv_cache_bytes + calibrated - blind) // (48 * 2 * 128 * 2 * 128 * 2) * 128
 
 
+@pytest.mark.slow
 def test_prediction_of_the_old_run_from_the_new_one(start_scenario, short_model):
     """Calibrated on the log after the fix alone, the tokens of the run before it come out within 1 %."""
     profile = load_profile("a3-64g")
@@ -206,6 +207,7 @@ def test_prediction_of_the_old_run_from_the_new_one(start_scenario, short_model)
     assert predicted_tokens(start_scenario, short_model, "runnable", blind) == pytest.approx(557_696, rel=0.01)
 
 
+@pytest.mark.slow
 def test_prediction_without_either_log(start_scenario, short_model):
     """With what communicators cost on another card (a public 910B log) instead, both come out within 1 %."""
     other = load_profile("a2-64g").hccl_runtime_bytes

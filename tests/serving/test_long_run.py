@@ -67,6 +67,7 @@ def check(served, num_requests, seconds):
     assert "other process" not in result.memory[0].peak_by_owner
 
 
+@pytest.mark.slow
 def test_faults_of_a_minute():
     check(serve(20, 120.0, faults_over(120.0)), 20, 120.0)
 

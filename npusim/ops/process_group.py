@@ -205,8 +205,18 @@ class SimulatedProcessGroup(_ProcessGroup):  # type: ignore[misc]  # a class kno
             record.device.tensor_memory.record_stream(record.address, self._handle(record.device))
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        """The root's tensor, in place."""
+        """The root's tensor, in place.
+
+        Raises:
+            UnmodelledCallError: The root is a rank that this world does not have, and the tensor is on the host, where
+                what it gets is read: sizes of objects, for example.
+        """
         (tensor,), root = tensors, opts.rootRank
+        if self._ranks.is_lone and root != self._group_rank and tensor.device.type == "cpu":
+            raise UnmodelledCallError(
+                f"this world has only rank {self._group_rank} of group {self._label!r}: what rank {root} broadcasts "
+                "from its host is not known"
+            )
 
         def combine(parts: Parts, receivers: Sequence[int]) -> list[Tensor]:
             return [parts[root][0]] * len(receivers)

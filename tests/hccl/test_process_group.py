@@ -483,3 +483,16 @@ def test_each_communicator_has_a_stream():
         return torch.npu.Stream().stream_id - before
 
     assert run(2, body) == [2, 2]
+
+
+def test_a_lone_rank_does_not_know_what_another_broadcasts_from_its_host():
+    """A broadcast of objects begins with their sizes, which the receiver would read from memory that nobody wrote."""
+    with SimWorld(num_devices=2, lone_rank=1, environment={}):
+        dist.init_process_group("hccl", rank=1, world_size=2, store=dist.HashStore())
+        host = dist.new_group(backend="gloo")
+        try:
+            dist.broadcast_object_list(["mine"], src=1, group=host)
+            with pytest.raises(UnmodelledCallError, match=r"only rank 1 of group .*: what rank 0 broadcasts from its host"):
+                dist.broadcast_object_list([None], src=0, group=host)
+        finally:
+            dist.destroy_process_group()

@@ -492,7 +492,9 @@ def test_a_lone_rank_does_not_know_what_another_broadcasts_from_its_host():
         host = dist.new_group(backend="gloo")
         try:
             dist.broadcast_object_list(["mine"], src=1, group=host)
-            with pytest.raises(UnmodelledCallError, match=r"only rank 1 of group .*: what rank 0 broadcasts from its host"):
+            with pytest.raises(
+                UnmodelledCallError, match=r"only rank 1 of group .*: what rank 0 broadcasts from its host"
+            ):
                 dist.broadcast_object_list([None], src=0, group=host)
         finally:
             dist.destroy_process_group()

@@ -107,12 +107,13 @@ class Sampler:
                 return greedy
         temperature = metadata.temperature
         assert temperature is not None
-        is_greedy = temperature < SAMPLING_EPS
-        logits.div_((temperature if greedy is None else torch.where(is_greedy, 1.0, temperature)).unsqueeze(1))
+        divisor = temperature if greedy is None else torch.where(temperature < SAMPLING_EPS, 1.0, temperature)
+        logits.div_(divisor.unsqueeze(1))
+        del divisor
         if metadata.min_p is not None:
             apply_min_p(logits, metadata.min_p)
         sampled = self._sample_random(logits, metadata)
-        return sampled if greedy is None else torch.where(is_greedy, greedy, sampled, out=greedy)
+        return sampled if greedy is None else torch.where(temperature < SAMPLING_EPS, greedy, sampled, out=greedy)
 
     def _sample_random(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         # The caller holds its logits beside the filtered ones.

@@ -131,7 +131,10 @@ def test_a_rank_that_hangs_for_too_long_makes_the_collective_fail(timeout, limit
     with pytest.raises(RuntimeError, match=re.compile(text, re.DOTALL)) as caught:
         run(unequal, environment=environment, faults=lambda faults: faults.hang(limit_s + 1, device_index=1))
     assert any(f"HCCL_EXEC_TIMEOUT allows {limit_s} s" in note for note in caught.value.__notes__)
-    hang = lambda faults: faults.hang(limit_s - 1, device_index=1)  # noqa: E731
+
+    def hang(faults):
+        faults.hang(limit_s - 1, device_index=1)
+
     (first, second), _ = run(unequal, environment=environment, faults=hang)
     assert first == second > (limit_s - 1) * 10**9
 
@@ -149,7 +152,9 @@ def test_another_process_grows_at_its_time():
             free.append(torch.npu.mem_get_info()[0])
         return [before - after for before, after in pairwise(free)]
 
-    plan = lambda faults: faults.other_process(1 << 30, name="trainer", device_index=1, at=2 * LAUNCH_NS / 1e9)  # noqa: E731
+    def plan(faults):
+        faults.other_process(1 << 30, name="trainer", device_index=1, at=2 * LAUNCH_NS / 1e9)
+
     (_, grown), world = run(body, faults=plan)
     assert grown[1] == 1 << 30
     assert grown[2] == 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from npusim.errors import WorldError
 
 if TYPE_CHECKING:
-    from npusim.world import SimWorld
+    from npusim.torch_backend.runtime import Platform
 
+P = TypeVar("P", bound="Platform")
 VENDOR_PATH = str(Path(__file__).parent / "vendor")
 
 
@@ -25,7 +26,7 @@ def is_double(file: str | None) -> bool:
     return file is not None and Path(file).resolve().is_relative_to(Path(VENDOR_PATH).resolve())
 
 
-def install(world: SimWorld) -> SimWorld:
+def install(world: P) -> P:
     """Make ``torch_npu``, ``xlite`` and device ``npu`` mean this world, until :func:`uninstall`.
 
     Returns:
@@ -49,7 +50,7 @@ def install(world: SimWorld) -> SimWorld:
     return world
 
 
-def uninstall(world: SimWorld) -> None:
+def uninstall(world: Platform) -> None:
     """Take a world away again; its tensors that are still alive give their memory back to it when they die."""
     from npusim.torch_backend import registration
 

@@ -16,6 +16,7 @@ from npusim.errors import UnmodelledCallError, WorldError
 from npusim.hccl.communicator import DEFAULT_BUFFER_MB, DEFAULT_EXEC_TIMEOUT_S, Communicator, HcclSettings
 from npusim.hccl.rank_process import RankProcess, Store
 from npusim.hccl.ranks import LoneRank, Ranks
+from npusim.installation import install, uninstall
 from npusim.memory.config import AllocatorConfig
 from npusim.memory.uncached import caching_is_off
 from npusim.memory.versions import VERSIONS as TORCH_NPU_VERSIONS
@@ -170,16 +171,12 @@ class SimWorld:
         return communicators[name]
 
     def __enter__(self) -> Self:
-        from npusim.installation import install
-
         install(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from npusim.installation import uninstall
-
         uninstall(self)
 
 

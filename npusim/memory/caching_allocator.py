@@ -11,7 +11,7 @@ from npusim.memory.out_of_memory import OutOfMemoryError
 from npusim.memory.pools import NO_POOL, PoolId, SegmentAllocator, StreamPredicate
 from npusim.memory.request_path import RequestPath
 from npusim.memory.rounding import PAD_BYTES
-from npusim.memory.snapshot import SegmentSnapshot, segments_of
+from npusim.memory.segment_snapshot import SegmentSnapshot, segments_of
 from npusim.memory.summary import memory_summary
 from npusim.memory.versions import VERSIONS
 from npusim.memory.workspace import WorkspaceAllocator

@@ -13,6 +13,7 @@ FAMILIES = (
     "creation",
     "elementwise",
     "format",
+    "functional_collectives",
     "gradients",
     "grouped_matmul",
     "indexing",

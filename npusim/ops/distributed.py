@@ -37,8 +37,6 @@ def register_backend() -> None:
     """Make ``hccl`` a backend of torch.distributed, and its process groups a matter of each rank. Once per process."""
     if HCCL.upper() in dist.Backend._plugins:
         return
-    import npusim.ops.functional_collectives  # noqa: F401 - declares kernels, which ask this module for groups
-
     dist.Backend.register_backend(HCCL, _create, extended_api=True, devices=["npu"])
     dist.is_hccl_available = is_hccl_available  # type: ignore[attr-defined]  # torch_npu adds it
     _separate_ranks()

@@ -17,7 +17,8 @@ from torch_npu.npu.streams import Stream
 from npusim.errors import UnmodelledCallError, UnmodelledNameError
 from npusim.memory.caching_allocator import CachingAllocator
 from npusim.memory.pools import NO_POOL, PoolId
-from npusim.memory.snapshot import SegmentSnapshot, Snapshot, dump_snapshot, take_snapshot
+from npusim.memory.segment_snapshot import SegmentSnapshot
+from npusim.memory.snapshot import Snapshot, dump_snapshot, take_snapshot
 from npusim.torch_backend.pluggable import PluggableAllocator, from_library
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.vendor_errors import vendor_error

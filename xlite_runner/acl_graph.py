@@ -1,10 +1,10 @@
-"""A model whose decode steps are captured as device graphs, and the attention operators inside a graph."""
+"""A model whose decode steps are captured as device graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,72 +12,10 @@ import torch_npu
 
 from xlite_runner.config import CUDAGraphMode
 from xlite_runner.forward_context import BatchDescriptor, ForwardContext
+from xlite_runner.graph_params import GraphParams, weak_ref_tensor
 
 if TYPE_CHECKING:
-    from xlite_runner.models.attention import AscendMetadata
     from xlite_runner.models.decoder import CausalLM
-
-
-def weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor without a hold on its memory, which a graph's pool keeps in place for replays."""
-    weak: torch.Tensor = torch_npu._C._weak_ref_tensor(tensor)
-    return weak
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionTask:
-    """One layer's attention operator inside a graph, which gets the batch's lengths anew before each replay.
-
-    Attributes:
-        layer_name: Key of the layer's metadata.
-        handle: torch_npu's name of the operator in the graph.
-        event: What the graph waits for before the operator runs.
-        arguments: The operator's arguments, without the batch's.
-        out: The tensors it writes to.
-    """
-
-    layer_name: str
-    handle: Any
-    event: Any
-    arguments: Mapping[str, Any]
-    out: tuple[torch.Tensor, torch.Tensor]
-
-    def update(self, metadata: AscendMetadata, workspace: torch.Tensor, stream: Any) -> None:
-        """Give the operator a batch; queued on ``stream``, the current one."""
-        torch_npu.npu.graph_task_update_begin(stream, self.handle)
-        torch_npu.npu_fused_infer_attention_score.out(
-            **self.arguments,
-            block_table=metadata.block_tables,
-            actual_seq_lengths=metadata.actual_seq_lengths_q,
-            actual_seq_lengths_kv=metadata.seq_lens_list,
-            workspace=workspace,
-            out=list(self.out),
-        )
-        torch_npu.npu.graph_task_update_end(stream)
-        self.event.record(stream)
-
-
-@dataclass
-class GraphParams:
-    """What captures have noted of their attention operators, by the number of tokens.
-
-    Attributes:
-        workspaces: One workspace for all layers of a graph.
-        tasks: The operators, in the order of the layers.
-    """
-
-    workspaces: dict[int, torch.Tensor] = field(default_factory=dict)
-    tasks: dict[int, list[AttentionTask]] = field(default_factory=dict)
-
-    def update(self, context: ForwardContext, stream: Any) -> None:
-        """Give the operators of the batch's graph the batch's lengths and block tables."""
-        num_tokens = context.batch_descriptor.num_tokens
-        if num_tokens not in self.tasks:
-            return
-        assert isinstance(context.attn_metadata, Mapping)
-        with torch_npu.npu.stream(stream):
-            for task in self.tasks[num_tokens]:
-                task.update(context.attn_metadata[task.layer_name], self.workspaces[num_tokens], stream)
 
 
 @dataclass(frozen=True)
@@ -160,7 +98,10 @@ class ACLGraphWrapper:
         # Else the update could overtake the replay before this one.
         torch_npu.npu.current_stream().synchronize()
         entry.graph.replay()
-        self.graph_params.update(context, self._update_stream)
+        num_tokens = context.batch_descriptor.num_tokens
+        if num_tokens in self.graph_params.tasks:
+            assert isinstance(context.attn_metadata, Mapping)
+            self.graph_params.update(num_tokens, context.attn_metadata, self._update_stream)
         return entry.output
 
     def _capture(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from xlite_runner.forward_context import ForwardContext
-from xlite_runner.models.attention import AscendAttentionState, AscendMetadata
+from xlite_runner.models.attention_metadata import AscendAttentionState, AscendMetadata
 
 
 class Route(Enum):

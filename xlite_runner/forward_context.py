@@ -11,7 +11,7 @@ from xlite_runner.config import CUDAGraphMode, RunnerConfig
 if TYPE_CHECKING:
     import torch
 
-    from xlite_runner.acl_graph import GraphParams
+    from xlite_runner.graph_params import GraphParams
 
 MAX_MC2_TOKENS_PER_RANK = 512
 

@@ -32,13 +32,8 @@ from xlite_runner.kv_cache.allocation import KVCaches, allocate_kv_caches, bind_
 from xlite_runner.kv_cache.planning import KVCacheConfig
 from xlite_runner.kv_cache.specs import KVCacheSpec
 from xlite_runner.memory_profiling import DeviceMemoryProfiler
-from xlite_runner.models.attention import (
-    KERNEL_BLOCK_SIZE,
-    AscendAttentionMetadataBuilder,
-    AscendAttentionState,
-    AscendMetadata,
-    Attention,
-)
+from xlite_runner.models.attention import KERNEL_BLOCK_SIZE, Attention
+from xlite_runner.models.attention_metadata import AscendAttentionMetadataBuilder, AscendAttentionState, AscendMetadata
 from xlite_runner.models.loader import build_model
 from xlite_runner.models.rotary import CosSinBuffers
 from xlite_runner.serving.worker.mtp_proposer import MtpProposer

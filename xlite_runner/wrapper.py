@@ -16,7 +16,7 @@ from xlite_runner.adapters import XliteModel, get_adapter
 from xlite_runner.config import ProfilePolicy, RunnerConfig
 from xlite_runner.dispatch import Dispatcher, Route, first_metadata
 from xlite_runner.forward_context import ForwardContext
-from xlite_runner.models.attention import AscendMetadata
+from xlite_runner.models.attention_metadata import AscendMetadata
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.parallel_state import ParallelState
 

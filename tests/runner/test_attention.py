@@ -14,7 +14,8 @@ from xlite_runner.config import CUDAGraphMode, EngineArgs, ModelConfig, check_an
 from xlite_runner.errors import KVCacheError, UnsupportedDeviceError
 from xlite_runner.forward_context import AscendDeviceType, BatchDescriptor
 from xlite_runner.kv_cache.planning import plan_kv_cache
-from xlite_runner.models.attention import AscendAttentionMetadataBuilder, AscendAttentionState, Attention
+from xlite_runner.models.attention import Attention
+from xlite_runner.models.attention_metadata import AscendAttentionMetadataBuilder, AscendAttentionState
 from xlite_runner.parallel_state import initialize_parallel_state
 from xlite_runner.runner import NPUModelRunner
 

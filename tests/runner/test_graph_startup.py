@@ -13,9 +13,9 @@ import torch.distributed as dist
 pytest.importorskip("xlite._C")
 
 from xlite_runner import graph_capture
-from xlite_runner.acl_graph import AttentionTask
 from xlite_runner.config import CUDAGraphMode, ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.graph_capture import MIN_GRAPH_BYTES
+from xlite_runner.graph_params import AttentionTask
 from xlite_runner.kv_cache.planning import plan_kv_cache
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.scenario import load_scenario

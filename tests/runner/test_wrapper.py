@@ -12,7 +12,7 @@ pytest.importorskip("xlite._C")
 from xlite_runner.config import ProfilePolicy
 from xlite_runner.dispatch import Dispatcher, Route, first_metadata
 from xlite_runner.forward_context import BatchDescriptor, ForwardContext
-from xlite_runner.models.attention import AscendAttentionState, AscendMetadata
+from xlite_runner.models.attention_metadata import AscendAttentionState, AscendMetadata
 from xlite_runner.wrapper import REVISIONS, XliteWrapper, make_attn_meta, make_runtime
 
 XLITE, RUNNABLE, HIDDEN_STATES = Route.XLITE, Route.RUNNABLE, Route.HIDDEN_STATES

@@ -10,7 +10,7 @@ from npusim.told import ToldTokens
 from tests.serving.conftest import DECODE_ONLY, DENSE, FULL, OFF
 from tests.serving.steps import Client, run_step, schedule
 from xlite_runner.dispatch import Route
-from xlite_runner.models.attention import AscendAttentionState as State
+from xlite_runner.models.attention_metadata import AscendAttentionState as State
 from xlite_runner.serving.sampling_params import SamplingParams
 
 told = pytest.mark.npu_settings(told_values=ToldTokens(DENSE["vocab_size"]))

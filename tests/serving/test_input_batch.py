@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.serving.conftest import DENSE
 from xlite_runner.config import EngineArgs, ModelConfig, check_and_update_config
-from xlite_runner.models.attention import AscendAttentionState as State
+from xlite_runner.models.attention_metadata import AscendAttentionState as State
 from xlite_runner.serving.output import NewRequestData
 from xlite_runner.serving.sampling_params import SamplingParams
 

@@ -11,7 +11,7 @@ import torch
 from xlite._C import Model, ModelConfig
 
 from xlite_runner.config import RunnerConfig
-from xlite_runner.models.attention import AscendMetadata
+from xlite_runner.models.attention_metadata import AscendMetadata
 from xlite_runner.models.decoder import CausalLM
 
 logger = logging.getLogger(__name__)

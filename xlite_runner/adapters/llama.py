@@ -9,7 +9,7 @@ import torch
 from xlite._C import AttnMHA, ScoringFuncSoftmax
 
 from xlite_runner.adapters.base import XliteModel
-from xlite_runner.models.attention import AscendMetadata
+from xlite_runner.models.attention_metadata import AscendMetadata
 from xlite_runner.models.decoder import DecoderLayer, Qwen3Attention
 from xlite_runner.models.dense import Qwen2MLP
 from xlite_runner.models.layers import weight_nz_mode

@@ -11,7 +11,7 @@ from xlite_runner.audit.sleep import undefined_after_sleep
 from xlite_runner.budget import suggest_kv_cache_memory
 from xlite_runner.kv_cache.planning import KVCacheConfig
 from xlite_runner.memory_profiling import MemoryUse
-from xlite_runner.models.attention import MASK_SIZE
+from xlite_runner.models.attention_metadata import MASK_SIZE
 from xlite_runner.result import Grade, LedgerRow
 
 if TYPE_CHECKING:

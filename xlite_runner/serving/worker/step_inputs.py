@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xlite_runner.config import RunnerConfig
 from xlite_runner.input_buffers import InputBuffers
-from xlite_runner.models.attention import AscendAttentionState
+from xlite_runner.models.attention_metadata import AscendAttentionState
 from xlite_runner.serving.worker.host_twin import HostTwin, to_device
 from xlite_runner.serving.worker.input_batch import InputBatch
 

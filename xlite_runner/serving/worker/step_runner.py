@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from xlite_runner.forward_context import BatchDescriptor, ForwardContext
-from xlite_runner.models.attention import AscendMetadata
+from xlite_runner.models.attention_metadata import AscendMetadata
 from xlite_runner.serving.output import LogprobsLists, ModelRunnerOutput, SchedulerOutput
 from xlite_runner.serving.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from xlite_runner.serving.sample.sampler import (

@@ -6,13 +6,13 @@ effective configuration in ``runner_config``.
 
 from xlite_runner.config.engine_args import EngineArgs
 from xlite_runner.config.model_config import Llama3RopeScaling, ModelConfig, MoeConfig
+from xlite_runner.config.parallel_config import ParallelConfig
 from xlite_runner.config.platform import check_and_update_config
 from xlite_runner.config.runner_config import (
     AscendConfig,
     CacheConfig,
     CompilationConfig,
     CUDAGraphMode,
-    ParallelConfig,
     ProfilePolicy,
     RunnerConfig,
     SchedulerConfig,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, Strict, ValidationError
 from pydantic.dataclasses import dataclass
 
+from xlite_runner.config.parallel_config import ParallelConfig
 from xlite_runner.errors import UnsupportedModelError
 from xlite_runner.validation import explain
-
-if TYPE_CHECKING:
-    from xlite_runner.config.runner_config import ParallelConfig
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 

@@ -11,12 +11,12 @@ import logging
 
 from xlite_runner.config.engine_args import EngineArgs
 from xlite_runner.config.model_config import Dtype, ModelConfig
+from xlite_runner.config.parallel_config import ParallelConfig
 from xlite_runner.config.runner_config import (
     AscendConfig,
     CacheConfig,
     CompilationConfig,
     CUDAGraphMode,
-    ParallelConfig,
     RunnerConfig,
     SchedulerConfig,
     SchedulingPolicy,

@@ -8,6 +8,7 @@ from enum import Enum
 
 from xlite_runner.config.engine_args import AuditArgs
 from xlite_runner.config.model_config import ModelConfig
+from xlite_runner.config.parallel_config import ParallelConfig
 
 
 class ProfilePolicy(Enum):
@@ -44,44 +45,6 @@ class CUDAGraphMode(Enum):
     def has_piecewise_cudagraphs(self) -> bool:
         """Whether some forwards run in mode PIECEWISE."""
         return self in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the model is spread over devices.
-
-    Ranks count tensor-parallel fastest, then pipeline, then data parallel.
-    """
-
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-
-    @property
-    def world_size(self) -> int:
-        """Devices of one data-parallel replica."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def world_size_across_dp(self) -> int:
-        """Devices of all replicas together."""
-        return self.world_size * self.data_parallel_size
-
-    @property
-    def ep_world_size(self) -> int:
-        """Ranks of the expert-parallel group, which exists whether or not experts are spread over it."""
-        return self.tensor_parallel_size * self.data_parallel_size
-
-    @property
-    def moe_ep_size(self) -> int:
-        """Ranks over which whole experts are spread."""
-        return self.ep_world_size if self.enable_expert_parallel else 1
-
-    @property
-    def moe_tp_size(self) -> int:
-        """Ranks over which every single expert is split."""
-        return 1 if self.enable_expert_parallel else self.ep_world_size
 
 
 class SchedulingPolicy(Enum):

@@ -351,8 +351,7 @@ class XliteModelRunner(NPUModelRunner):
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV cache and register it with xlite."""
         super().initialize_kv_cache(kv_cache_config)
-        # xlite 0.1 refuses more layers than it has; the drafter's is behind them.
-        self.model.register_kv_caches(self.kv_caches[: self.config.model.num_hidden_layers])
+        self.model.register_kv_caches(self.kv_caches)  # a drafter's layer is behind those that xlite knows of
 
     def drop_kv_cache(self) -> None:
         """Let go of the KV cache, xlite too."""

@@ -1,7 +1,9 @@
 """What xlite checks in ``Model.init`` and ``Model.forward``, with its own texts.
 
-Grade: classes and texts of ``init`` exact for 0.1.0rc11, tried on the published wheel; texts of ``forward`` exact as
-far as the library's messages show them, without their line numbers. Which of several failing checks speaks is assumed.
+Grade: classes and texts of ``init`` exact for 0.1.0rc11, tried on the published wheel. ``forward``: lengths of KV
+caches and number of rows exact, condition, text and order read in the machine code of 0.1.0rc11 and its dev210 build
+(``_C``); the other texts exact as far as the library's messages show them, without their line numbers, their order
+assumed.
 """
 
 from __future__ import annotations
@@ -73,21 +75,31 @@ def check_forward(
     kv_cache: Sequence[Sequence[Any]],
     input_shape: Any,
     output_shape: Any,
+    method: str,
 ) -> None:
     """``Model.forward``'s checks.
+
+    Args:
+        model: The model.
+        runtime: The runtime.
+        batch: The batch.
+        kv_cache: Tensors by layer. There may be more layers than the model has: upstream registers a drafter's, too.
+        input_shape: Of token ids or embeddings.
+        output_shape: Of the hidden states.
+        method: Name of the native method, which opens some texts.
 
     Raises:
         RuntimeError: In xlite's words.
     """
     config = model.config
+    _check_kv_lengths(model, kv_cache, method)
+    if input_shape[0] > output_shape[0]:
+        raise RuntimeError(f"{method}: input's size 0 > output's size 0")
+    if (runtime.rank, runtime.tp_size, runtime.dp_size) != (model.rank, config.def_tp_size, config.def_dp_size):
+        raise RuntimeError("model.cpp: check runtime communication setting failed")
     if runtime.pool is None:
         raise RuntimeError("model.cpp: xlite runtime not inited")
-    sizes = (runtime.rank, runtime.tp_size, runtime.dp_size)
-    if sizes != (model.rank, config.def_tp_size, config.def_dp_size):
-        raise RuntimeError("model.cpp: check runtime communication setting failed")
-    if input_shape[0] > output_shape[0]:
-        raise RuntimeError(f"model.cpp: check tensor failed! input: {tuple(input_shape)} output: {tuple(output_shape)}")
-    _check_kv_cache(model, kv_cache)
+    _check_kv_shapes(model, kv_cache)
     num_tokens = sum(batch.lens)
     if not 1 <= num_tokens <= model.max_m:
         place = model.behaviour.token_check
@@ -100,22 +112,19 @@ def check_forward(
             raise RuntimeError(f"model.cpp: block table too small ({len(table)}), expected {num_blocks}")
 
 
-def _check_kv_cache(model: RankModel, kv_cache: Sequence[Sequence[Any]]) -> None:
-    config = model.config
-    too_many = len(kv_cache) > config.n_layers and model.version.startswith("0.1")
-    if len(kv_cache) < config.n_layers or too_many:
-        raise RuntimeError(
-            f"model.cpp: check tensor failed! kv cache of {len(kv_cache)} layers, {config.n_layers} expected"
-        )
-    for layer in kv_cache[: config.n_layers]:
-        num_tensors = _TENSORS_PER_LAYER[AttnType(config.attn_type)]
+def _check_kv_lengths(model: RankModel, kv_cache: Sequence[Sequence[Any]], method: str) -> None:
+    if len(kv_cache) < model.config.n_layers:
+        raise RuntimeError(f"{method}: check kv cache failed!")
+    num_tensors = _TENSORS_PER_LAYER[AttnType(model.config.attn_type)]
+    for index, layer in enumerate(kv_cache[: model.config.n_layers]):
         if len(layer) != num_tensors:
-            raise RuntimeError(
-                f"model.cpp: check tensor failed! {len(layer)} kv tensors a layer, {num_tensors} expected"
-            )
-        if config.attn_type == AttnType.AttnMHA:
-            expected = (config.block_size, max(config.n_kv_heads // config.def_tp_size, 1), config.head_dim)
-            if any(tuple(tensor.shape[1:]) != expected for tensor in layer):
-                raise RuntimeError(
-                    "model.cpp: kv cache's shape not match [block_num, block_size, kv_head_num, head_size]"
-                )
+            raise RuntimeError(f"{method}: check kv cache failed at layer {index}")
+
+
+def _check_kv_shapes(model: RankModel, kv_cache: Sequence[Sequence[Any]]) -> None:
+    """Of the first layer alone (exact: GVirt xlite/csrc/model.cpp, about tag 0.1.0rc11)."""
+    config = model.config
+    if config.attn_type == AttnType.AttnMHA:
+        expected = (config.block_size, max(config.n_kv_heads // config.def_tp_size, 1), config.head_dim)
+        if any(tuple(tensor.shape[1:]) != expected for layer in kv_cache[:1] for tensor in layer):
+            raise RuntimeError("model.cpp: kv cache's shape not match [block_num, block_size, kv_head_num, head_size]")

@@ -179,6 +179,7 @@ class NativeModel:
         output: torch.Tensor,
         weights: Any,
         freqs_cis: torch.Tensor,
+        method: str,
     ) -> None:
         """Run the forward's allocations in the runtime's pool and overwrite ``output``'s first rows.
 
@@ -193,7 +194,7 @@ class NativeModel:
         if num_tokens == 0:
             return
         batch = Batch.of(attn_meta)
-        check_forward(model, runtime, batch, kv_cache, source.shape, output.shape)
+        check_forward(model, runtime, batch, kv_cache, source.shape, output.shape, method)
         computes = self._driver.computes_values
         if computes:
             check_has_values(model, source)

@@ -309,8 +309,15 @@ def test_device_memory_cannot_be_pinned():
     assert not torch.empty(4, device="npu").is_pinned()
     with pytest.raises(RuntimeError, match=r"cannot pin 'npuFloatType|cannot pin 'torch\.npu\.FloatTensor"):
         torch.empty(4, device="npu").pin_memory()
-    with pytest.raises(RuntimeError, match=r"^Only dense CPU tensors can be pinned"):
-        torch.empty(4, device="npu", pin_memory=True)
+    for make in (torch.empty, torch.rand, torch.empty(4, device="npu").new_zeros):
+        with pytest.raises(RuntimeError, match=r"^Only dense CPU tensors can be pinned"):
+            make(4, device="npu", pin_memory=True)
+
+
+def test_some_factories_do_not_look_whether_to_pin_device_memory():
+    """Recorded on torch_npu 2.13.0; upstream's drafter asks for such zeros."""
+    for make in (torch.zeros, torch.ones, torch.arange, torch.eye):
+        assert not make(4, device="npu", pin_memory=True).is_pinned()
 
 
 # ---- several devices, several worlds

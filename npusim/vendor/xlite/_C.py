@@ -198,7 +198,16 @@ class Model(Closed):
         for argument, value, kind in (("rt", rt, Runtime), ("attn_meta", attn_meta, AttnMeta)):
             if not isinstance(value, kind):
                 raise incompatible(name, f"({argument}: xlite._C.{kind.__name__}, ...) -> None", repr(value))
-        self._initialised().forward(rt, source, attn_meta, kv_cache, output, weights=self, freqs_cis=freqs_cis)
+        self._initialised().forward(
+            rt,
+            source,
+            attn_meta,
+            kv_cache,
+            output,
+            weights=self,
+            freqs_cis=freqs_cis,
+            method=name.title().replace("_", ""),
+        )
 
     def _initialised(self) -> NativeModel:
         native = self.__dict__.get("_native")

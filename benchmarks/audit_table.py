@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from xlite_runner.audit.result import AuditResult
 from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
 from xlite_runner.errors import ReservationError

@@ -168,11 +168,5 @@ class StepRecorder:
             card = runtime.card
             disturbances = (card.slowdown, card.collective_delay_ns)
             text.update(repr((disturbances, card.ledger.bytes_by_owner())).encode())
-            for segment in runtime.allocator.snapshot():
-                blocks = [
-                    (block["address"], block["size"], block["state"])
-                    + ((block["requested_size"],) if block["state"] != "inactive" else ())
-                    for block in segment["blocks"]
-                ]
-                text.update(repr((segment["stream"], segment["segment_pool_id"], blocks)).encode())
+            text.update(runtime.allocator.layout().tobytes())
         return text.hexdigest()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from array import array
+from operator import attrgetter
 
 from npusim.device.hbm import Hbm
+from npusim.memory.blocks import FREE, UNMAPPED
 from npusim.memory.config import AllocatorConfig, change_allocator_settings
 from npusim.memory.driver import StreamDriver
 from npusim.memory.out_of_memory import OutOfMemoryError
@@ -268,6 +271,17 @@ class CachingAllocator(RequestPath):
         total_active_bytes = sum(segment["active_size"] for segment in segments)
         self.history.record_snapshot(total_active_bytes, pool_id)
         return segments
+
+    def layout(self) -> array[int]:
+        """Every mapped block, by address, with what decides where later requests are placed, in 64-bit numbers."""
+        numbers = array("q")
+        for block in sorted(self.blocks(), key=attrgetter("address")):
+            is_head = block.prev is None or block.prev.state == UNMAPPED
+            requested_bytes = block.requested_bytes if block.state != FREE else 0
+            free_list = block.free_list
+            numbers.extend((block.address, block.size, block.state, is_head, requested_bytes, free_list.stream))
+            numbers.extend(free_list.pool.pool_id)
+        return numbers
 
     def record_memory_history(
         self, enabled: str | None = "all", context: str | None = "all", max_entries: int = sys.maxsize

@@ -37,9 +37,10 @@ class Bytes:
     Attributes:
         ranges: The bytes that have been computed or will be; None: all.
         is_awaited: Whether something that is computed later reads them as they are.
+        layer: The range that a recipe wrote without a gap, and what it was written over; None if there is no such.
     """
 
-    __slots__ = ("_depth", "_host", "_recipe", "is_awaited", "ranges")
+    __slots__ = ("_depth", "_host", "_recipe", "is_awaited", "layer", "ranges")
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Bytes:
         self._depth = depth
         self.ranges = ranges
         self.is_awaited = False
+        self.layer: tuple[int, int, Bytes | None] | None = None
 
     @property
     def depth(self) -> int:
@@ -65,8 +67,21 @@ class Bytes:
         if self._host is None:
             assert self._recipe is not None
             self._host = self._recipe()
-            self._recipe = None
+            self._recipe = self.layer = None
         return self._host
+
+    def beneath(self, start: int, end: int) -> Bytes | None:
+        """What is left to be known once everything from ``start`` up to ``end`` is overwritten.
+
+        Recipes whose results are overwritten as a whole need not run, and chains of them do not grow.
+        """
+        value: Bytes | None = self
+        while value is not None and value.layer is not None:
+            first, last, below = value.layer
+            if first < start or last > end:
+                break
+            value = below
+        return value
 
 
 class Values(Protocol):
@@ -381,14 +396,16 @@ class ShapeValues(_Values):
 
     def _write_one(self, target: torch.Tensor, computation: _Computation, position: int) -> None:
         record, geometry = self._storages.of(target), Geometry.of(target)
-        num_bytes = record.num_bytes
+        num_bytes, has_no_gap = record.num_bytes, target.is_contiguous()
         if target.numel() * geometry.dtype.itemsize == num_bytes:
             old, ranges = None, None
         else:
             old = record.value
             ranges = () if old is None else old.ranges
-            if ranges is not None and target.is_contiguous():
+            if ranges is not None and has_no_gap:
                 ranges = with_range(ranges, *geometry.span)
+            if old is not None and has_no_gap:
+                old = old.beneath(*geometry.span)
             if ranges == ():
                 return  # between bytes that nobody knows
             if ranges == ((0, num_bytes),):
@@ -403,6 +420,8 @@ class ShapeValues(_Values):
             computation.is_postponed()
             if old is not None:
                 old.is_awaited = True
+            if has_no_gap:
+                value.layer = (*geometry.span, old)
         record.value = value
 
     def _is_small(self, target: torch.Tensor) -> bool:

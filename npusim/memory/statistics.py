@@ -276,7 +276,7 @@ class Recording:
 
     def _rare(self) -> tuple[object, ...]:
         statistics = self._statistics
-        stats = [(s.current, s.allocated, s.freed) for s in statistics._stats().values()]
+        stats = [(s.current, s.allocated, s.freed) for s in statistics._stats.values()]
         events = [getattr(statistics, name) for name in _EVENT_COUNTS + _EXTRA_EVENT_COUNTS]
         return statistics.small.currents(), statistics.large.currents(), stats, events
 
@@ -302,6 +302,12 @@ class Statistics:
         self.num_sync_all_streams = self.num_device_alloc = self.num_device_free = self.num_oom_rejections = 0
         self._max_split_size: Final = max_split_size - 2**64 if max_split_size >= 2**63 else max_split_size
         self._event_counts: Final = _EVENT_COUNTS + (_EXTRA_EVENT_COUNTS if extra_counters else ())
+        self._stats: Final = {
+            "oversize_allocations": self.oversize_allocations,
+            "oversize_segments": self.oversize_segments,
+            **{f"segment.{pool}": stat for pool, stat in self.segments.items()},
+            **{f"reserved_bytes.{pool}": stat for pool, stat in self.reserved_bytes.items()},
+        }
         self._keys: Final = sorted(self._values())
 
     @property
@@ -335,14 +341,14 @@ class Statistics:
         self.small.reset_peaks(small)
         self.large.reset_peaks(large)
         self.both.reset_peaks(_sums(small, large))
-        for stat in self._stats().values():
+        for stat in self._stats.values():
             stat.reset_peak()
 
     def reset_accumulated(self) -> None:
         """Let all sums and counts of events start anew from zero."""
         self.small.reset_accumulated()
         self.large.reset_accumulated()
-        for stat in self._stats().values():
+        for stat in self._stats.values():
             stat.reset_accumulated()
         self.num_alloc_retries = self.num_ooms = 0
         self.num_sync_all_streams = self.num_device_alloc = self.num_device_free = self.num_oom_rejections = 0
@@ -369,7 +375,7 @@ class Statistics:
     def _values(self) -> dict[str, int]:
         values = {name: getattr(self, name) for name in self._event_counts}
         values["max_split_size"] = self._max_split_size
-        for name, stat in self._stats().items():
+        for name, stat in self._stats.items():
             values[f"{name}.current"] = stat.current
             values[f"{name}.peak"] = stat.peak
             values[f"{name}.allocated"] = stat.allocated
@@ -386,13 +392,6 @@ class Statistics:
             _sums(small.bases(), large.bases()),
         )
         return values
-
-    def _stats(self) -> dict[str, Stat]:
-        stats = {"oversize_allocations": self.oversize_allocations, "oversize_segments": self.oversize_segments}
-        for pool in ("all", "small_pool", "large_pool"):
-            stats[f"segment.{pool}"] = self.segments[pool]
-            stats[f"reserved_bytes.{pool}"] = self.reserved_bytes[pool]
-        return stats
 
 
 def _sums(small: SevenFigures, large: SevenFigures) -> SevenFigures:

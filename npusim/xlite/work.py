@@ -64,22 +64,18 @@ class ForwardTime:
         num_tokens = batch.num_tokens
         if num_tokens not in self._rest_ns:
             self._rest_ns[num_tokens] = self._without_attention(batch)
-        attention = (item for item in _attention(self._model, batch) if _knows_lengths(item))
-        return self._rest_ns[num_tokens] + self._model.config.n_layers * _duration(attention, self._costs)
+        over_keys = _duration(_over_keys(self._model, batch), self._costs)
+        return self._rest_ns[num_tokens] + self._model.config.n_layers * over_keys
 
     def _without_attention(self, batch: Lengths) -> int:
         model, costs = self._model, self._costs
         layers, dense = model.config.n_layers, model.config.n_dense_layers
         total = _duration(_embedding(model, batch), costs)
-        total += layers * _duration((i for i in _attention(model, batch) if not _knows_lengths(i)), costs)
+        total += layers * _duration(_projections(model, batch), costs)
         total += dense * _duration(_dense_ffn(model, batch), costs)
         if layers > dense:
             total += (layers - dense) * _duration(_moe_ffn(model, batch), costs)
         return total
-
-
-def _knows_lengths(item: Item) -> bool:
-    return isinstance(item, Work) and item.unit is Unit.ATTENTION
 
 
 def _duration(items: Iterator[Item], costs: CostModel) -> int:
@@ -92,12 +88,31 @@ def _embedding(model: RankModel, batch: Lengths) -> Iterator[Item]:
     yield Sending("all_reduce", hidden, model.tp.size)
 
 
-def _attention(model: RankModel, batch: Lengths) -> Iterator[Item]:
+def _projections(model: RankModel, batch: Lengths) -> Iterator[Item]:
+    """Attention without its kernels over keys."""
     n, hidden = batch.num_tokens, _hidden_bytes(model, batch.num_tokens)
     yield Work(Unit.VECTOR, 4 * hidden)  # adds the residual and norms
-    yield from _mha(model, batch) if model.config.attn_type == AttnType.AttnMHA else _mla(model, batch)
+    yield from _mha_projections(model, n) if model.config.attn_type == AttnType.AttnMHA else _mla_projections(model, n)
     yield _linear(n, _out_width(model), model.config.hidden_size, model.weights, model.weights.attn_out)
     yield Sending("all_reduce", hidden, model.tp.size)
+
+
+def _over_keys(model: RankModel, batch: Lengths) -> Iterator[Work]:
+    """The kernels of a layer that read keys, so that their work depends on how long sequences are."""
+    config, n, itemsize = model.config, batch.num_tokens, _itemsize(model)
+    heads, keys, pairs = model.q_heads, batch.num_keys, batch.num_pairs
+    if config.attn_type == AttnType.AttnMHA:
+        moved = (2 * n * heads + 2 * keys * model.kv_heads) * config.head_dim * itemsize
+        yield Work(Unit.ATTENTION, moved, attention_flops=4 * pairs * heads * config.head_dim)
+        return
+    if config.attn_type == AttnType.AttnDSA:
+        width = config.index_n_heads * config.index_head_dim
+        yield Work(Unit.ATTENTION, (n * width + keys * config.index_head_dim) * itemsize, (), 2 * pairs * width)
+        pairs = min(pairs, n * config.index_topk)
+        keys = min(keys, pairs)
+    latent, rope = config.kv_lora_rank, config.rope_head_dim
+    moved = (n * heads * (2 * latent + rope) + keys * (latent + rope)) * itemsize
+    yield Work(Unit.ATTENTION, moved, attention_flops=2 * pairs * heads * (2 * latent + rope))
 
 
 def _out_width(model: RankModel) -> int:
@@ -105,17 +120,14 @@ def _out_width(model: RankModel) -> int:
     return model.q_heads * (config.head_dim if config.attn_type == AttnType.AttnMHA else config.v_head_dim)
 
 
-def _mha(model: RankModel, batch: Lengths) -> Iterator[Item]:
-    n, size, itemsize = batch.num_tokens, model.config.head_dim, _itemsize(model)
-    qkv_width = (model.q_heads + 2 * model.kv_heads) * size
+def _mha_projections(model: RankModel, n: int) -> Iterator[Item]:
+    qkv_width = (model.q_heads + 2 * model.kv_heads) * model.config.head_dim
     yield _linear(n, model.config.hidden_size, qkv_width, model.weights, model.weights.mha_qkv)
-    yield Work(Unit.VECTOR, 2 * n * qkv_width * itemsize)  # norms of heads, rotation, keys and values into the cache
-    moved = (2 * n * model.q_heads + 2 * batch.num_keys * model.kv_heads) * size * itemsize
-    yield Work(Unit.ATTENTION, moved, attention_flops=4 * batch.num_pairs * model.q_heads * size)
+    yield Work(Unit.VECTOR, 2 * n * qkv_width * _itemsize(model))  # norms, rotation, keys and values into the cache
 
 
-def _mla(model: RankModel, batch: Lengths) -> Iterator[Item]:
-    config, n, itemsize = model.config, batch.num_tokens, _itemsize(model)
+def _mla_projections(model: RankModel, n: int) -> Iterator[Item]:
+    config, itemsize = model.config, _itemsize(model)
     latent, rope, heads = config.kv_lora_rank, config.rope_head_dim, model.q_heads
     down_width = config.q_lora_rank + latent + rope
     query_width = heads * (config.nope_head_dim + rope)
@@ -123,24 +135,13 @@ def _mla(model: RankModel, batch: Lengths) -> Iterator[Item]:
     yield Work(Unit.VECTOR, 2 * n * down_width * itemsize)
     yield _linear(n, config.q_lora_rank, query_width, model.weights, model.weights.mla_q_b)
     yield Work(Unit.VECTOR, 2 * n * query_width * itemsize)
-    keys, pairs = batch.num_keys, batch.num_pairs
     if config.attn_type == AttnType.AttnDSA:
-        yield from _indexer(model, batch)
-        pairs = min(pairs, n * config.index_topk)
-        keys = min(keys, pairs)
+        width = config.index_n_heads * config.index_head_dim
+        yield _linear(n, config.q_lora_rank, width, model.weights, model.weights.index_q_b)
+        key_width = config.index_head_dim + config.index_n_heads
+        yield _linear(n, config.hidden_size, key_width, model.weights, QuantKind.NONE)
     yield _per_head(n, config.nope_head_dim, latent, heads, itemsize)
-    moved = (n * heads * (2 * latent + rope) + keys * (latent + rope)) * itemsize
-    yield Work(Unit.ATTENTION, moved, attention_flops=2 * pairs * heads * (2 * latent + rope))
     yield _per_head(n, latent, config.v_head_dim, heads, itemsize)
-
-
-def _indexer(model: RankModel, batch: Lengths) -> Iterator[Item]:
-    config, n = model.config, batch.num_tokens
-    width = config.index_n_heads * config.index_head_dim
-    yield _linear(n, config.q_lora_rank, width, model.weights, model.weights.index_q_b)
-    yield _linear(n, config.hidden_size, config.index_head_dim + config.index_n_heads, model.weights, QuantKind.NONE)
-    moved = (n * width + batch.num_keys * config.index_head_dim) * _itemsize(model)
-    yield Work(Unit.ATTENTION, moved, attention_flops=2 * batch.num_pairs * width)
 
 
 def _dense_ffn(model: RankModel, batch: Lengths) -> Iterator[Item]:

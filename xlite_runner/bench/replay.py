@@ -12,8 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from xlite_runner.serving.engine_core import ReplicaStep
 from xlite_runner.serving.executor import RunFunctions, WorkerExecutor
 from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
@@ -117,14 +115,13 @@ class _Shape:
     def __init__(self, runner: StepRunner, output: SchedulerOutput) -> None:
         batch = runner.batch
         num_reqs = batch.num_reqs
-        lens = np.array([output.num_scheduled_tokens[request.req_id] for request in batch.requests])
-        cached_lens = batch.num_computed_tokens[:num_reqs]
-        discarded = np.flatnonzero(cached_lens + lens < batch.num_tokens[:num_reqs])
-        self.lens: list[int] = lens.tolist()
-        self.cached_lens: list[int] = cached_lens.tolist()
-        self.discarded_rows: list[int] = discarded.tolist()
-        is_decode = bool((lens == 1).all())
-        has_context = bool(cached_lens.any())
+        scheduled = output.num_scheduled_tokens
+        self.lens: list[int] = [scheduled[request.req_id] for request in batch.requests]
+        self.cached_lens: list[int] = batch.num_computed_tokens[:num_reqs].tolist()
+        ends = zip(self.cached_lens, self.lens, batch.num_tokens[:num_reqs].tolist(), strict=True)
+        self.discarded_rows: list[int] = [row for row, (start, new, end) in enumerate(ends) if start + new < end]
+        is_decode = max(self.lens) == 1
+        has_context = any(self.cached_lens)
         self.key: Hashable = (sum(self.lens), num_reqs, len(self.discarded_rows), is_decode, has_context)
 
 

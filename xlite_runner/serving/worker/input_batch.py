@@ -233,6 +233,15 @@ class InputBatch:
         self.num_tokens[row] += len(token_ids)
         self.requests[row].output_token_ids.extend(token_ids)
 
+    def append_one_each(self, token_ids: Sequence[int]) -> None:
+        """Add one sampled token to each row and its request."""
+        num_reqs = self.num_reqs
+        ends = self.num_tokens[:num_reqs]
+        self.token_ids[np.arange(num_reqs), ends] = token_ids
+        ends += 1
+        for request, token_id in zip(self.requests, token_ids, strict=True):
+            request.output_token_ids.append(token_id)
+
     # ---- sampling metadata
 
     def refresh_metadata(self) -> None:

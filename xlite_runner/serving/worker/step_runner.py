@@ -91,10 +91,12 @@ class StepRunner:
         for data in scheduler_output.scheduled_new_reqs:
             requests[data.req_id] = request = CachedRequestState.of(data, self._runner.device)
             to_add.append(request)
-        for index, req_id in enumerate(cached.req_ids):
+        for req_id, block_ids, num_computed_tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             request = requests[req_id]
-            new_block_ids = cached.new_block_ids[index] or ()
-            request.num_computed_tokens = cached.num_computed_tokens[index]
+            new_block_ids = block_ids or ()
+            request.num_computed_tokens = num_computed_tokens
             if req_id in cached.resumed_req_ids:
                 request.block_ids = list(new_block_ids)
             else:
@@ -112,9 +114,10 @@ class StepRunner:
                 batch.append_blocks(row, new_block_ids)
         for request in to_add:
             batch.add_request(request)
-        for req_id, row in batch.rows.items():
-            drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id, ())
-            batch.set_spec_tokens(row, self._known_drafts(requests[req_id], drafts))
+        all_drafts = scheduler_output.scheduled_spec_decode_tokens
+        if all_drafts or any(batch.spec_token_ids):
+            for req_id, row in batch.rows.items():
+                batch.set_spec_tokens(row, self._known_drafts(requests[req_id], all_drafts.get(req_id, ())))
         batch.condense()
         batch.reorder(scheduled, self._runner.config.uniform_decode_query_len)
         batch.refresh_metadata()
@@ -226,14 +229,16 @@ class StepRunner:
 
     def _remember(self, sampled: _Sampled) -> dict[str, Sequence[int]]:
         """Add a step's tokens to the rows; returns them by request."""
-        for row, token_ids in enumerate(sampled.token_ids):
-            self.batch.append_output(row, token_ids)
-            num_drafts = len(self.batch.spec_token_ids[row])
-            if num_drafts:
-                self.batch.requests[row].verification = self._num_steps, num_drafts + 1 - len(token_ids)
-        return {
-            request.req_id: token_ids for request, token_ids in zip(self.batch.requests, sampled.token_ids, strict=True)
-        }
+        batch = self.batch
+        if all(len(token_ids) == 1 for token_ids in sampled.token_ids):
+            batch.append_one_each([token_id for (token_id,) in sampled.token_ids])
+        else:
+            for row, token_ids in enumerate(sampled.token_ids):
+                batch.append_output(row, token_ids)
+        for request, drafts, token_ids in zip(batch.requests, batch.spec_token_ids, sampled.token_ids, strict=True):
+            if drafts:
+                request.verification = self._num_steps, len(drafts) + 1 - len(token_ids)
+        return {request.req_id: token_ids for request, token_ids in zip(batch.requests, sampled.token_ids, strict=True)}
 
     def _propose_drafts(
         self, state: ExecuteModelState, sampled_token_ids: Sequence[Sequence[int]]

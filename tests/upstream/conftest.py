@@ -1,4 +1,4 @@
-"""The environment that upstream runs in: ``NPUSIM_UPSTREAM_ENV`` names the folder that ``make_environment.sh`` made."""
+"""Runs upstream in an environment that ``make_environment.sh`` made, see :mod:`tests.upstream.environment`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,27 @@ from typing import Any
 import pytest
 
 from tests.upstream.cases import ROOT
+from tests.upstream.environment import (
+    CHECKOUT_VARIABLE,
+    MAKE,
+    PATH,
+    VARIABLE,
+    Environment,
+    UpstreamNotFoundError,
+    run,
+)
 
-VARIABLE = "NPUSIM_UPSTREAM_ENV"
 Results = dict[str, dict[str, Any]]
+
+
+def pytest_configure() -> None:
+    """A variable that names nothing usable is a usage error, whatever is run."""
+    try:
+        environment = Environment.given() if VARIABLE in os.environ else None
+        if environment and CHECKOUT_VARIABLE in os.environ:
+            environment.release_for(Path(os.environ[CHECKOUT_VARIABLE]))
+    except UpstreamNotFoundError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
@@ -30,9 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def upstream_environment() -> Path:
     """The folder with a Python that has upstream's requirements, and one folder per release."""
-    if VARIABLE not in os.environ:
-        pytest.skip(f"{VARIABLE} is not set; tests/upstream/make_environment.sh FOLDER makes one")
-    return Path(os.environ[VARIABLE]).resolve()
+    try:
+        return Environment.given().folder
+    except UpstreamNotFoundError:
+        pytest.skip(f"no environment of upstream's: {MAKE} FOLDER makes one, {VARIABLE}=FOLDER names it")
 
 
 @pytest.fixture(scope="session")
@@ -54,17 +73,10 @@ def run_upstream(
     environment: Path, release: str | Path, module: str, *arguments: str | Path
 ) -> subprocess.CompletedProcess[str]:
     """Run a module of these tests in upstream's environment, with a release of it or a folder with another."""
-    paths = (ROOT, Path(__file__).parent / "path", environment / release)
-    run = subprocess.run(
-        [environment / "venv" / "bin" / "python", "-W", "ignore", "-m", module, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    return run
+    upstream = Environment(environment)
+    done = run([upstream.python, "-W", "ignore", "-m", module, *arguments], (ROOT, PATH, upstream.release(release)))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done
 
 
 @pytest.fixture(scope="session")

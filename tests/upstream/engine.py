@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from npusim.hook import environment_of_children
 from npusim.world import SimWorld
@@ -85,7 +85,8 @@ class StartedRank:
 
 def policy_of_installed_release() -> ProfilePolicy:
     """What the installed vllm-ascend's profile run executes in xlite full mode."""
-    return ProfilePolicy.RUNNABLE if version("vllm-ascend").startswith("0.22.") else ProfilePolicy.SKIP
+    before_the_fix = tuple(map(int, version("vllm-ascend").split(".")[:2])) < (0, 23)
+    return ProfilePolicy.RUNNABLE if before_the_fix else ProfilePolicy.SKIP
 
 
 def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
@@ -245,15 +246,26 @@ def import_upstream(profile: str) -> None:
     gc.freeze()  # upstream collects garbage at a dozen points, each time through everything that was imported
 
 
-def main() -> None:
-    """Start one rank and print the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def scenario_parser(description: str | None) -> argparse.ArgumentParser:
+    """Arguments that say what to start."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenario", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--set", type=json.loads, default={}, help="scenario keys that replace the file's, as JSON")
-    options = parser.parse_args()
+    return parser
+
+
+def stdout_for_results() -> TextIO:
+    """Standard output for results alone: upstream logs to it, which goes to standard error from now on."""
     results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # upstream logs to stdout
+    os.dup2(2, 1)
+    return results
+
+
+def main() -> None:
+    """Start one rank and print the result."""
+    options = scenario_parser(__doc__).parse_args()
+    results = stdout_for_results()
     scenario = load_scenario(options.scenario, options.set)
     import_upstream(scenario.device_profile)
     print(json.dumps(asdict(start(scenario, options.rank))), file=results)

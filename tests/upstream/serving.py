@@ -1,19 +1,32 @@
-"""Serves with upstream's own scheduler and worker on a simulated world: what each step takes, and who holds it."""
+"""Serves with upstream's own scheduler and worker on a simulated world: what each step takes, and who holds it.
+
+Run as a script inside an environment that has vllm and vllm-ascend; prints a line of JSON::
+
+    python -m tests.upstream.serving examples/tiny.toml --prompts 7 400 30
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from npusim.told import ToldTokens
-from tests.upstream.cases import ServingCase
-from tests.upstream.engine import StartedRank, UpstreamResult, started
+from tests.upstream.cases import ServingCase, served
+from tests.upstream.engine import (
+    StartedRank,
+    UpstreamResult,
+    import_upstream,
+    scenario_parser,
+    started,
+    stdout_for_results,
+)
 from tests.upstream.reference import shortfalls
 from tests.upstream.runner_side import holdings
 from xlite_runner.config import ModelConfig
-from xlite_runner.scenario import Scenario
+from xlite_runner.scenario import Scenario, load_scenario
 
 
 @dataclass
@@ -124,3 +137,19 @@ def serve(upstream: StartedRank, scheduler: Any) -> Iterator[Step]:
         scheduler.update_from_output(plan, output)
         if upstream.config.speculative_config is not None:
             scheduler.update_draft_token_ids(worker.take_draft_token_ids())
+
+
+def main() -> None:
+    """Start one rank, let it serve prompts, and print the result."""
+    parser = scenario_parser(__doc__)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[], metavar="LENGTH")
+    options = parser.parse_args()
+    results = stdout_for_results()
+    scenario = load_scenario(options.scenario, options.set)
+    import_upstream(scenario.device_profile)
+    case = served("prompts", options.set, options.prompts, "greedy", scenario=options.scenario, rank=options.rank)
+    print(json.dumps(asdict(serve_case(case, scenario))), file=results)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,16 +6,21 @@ They are those of its xlite package and of its worker, with the part that upstre
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Sequence
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.upstream.cases import RELEASES, ROOT
+from tests.upstream.cases import ROOT
+from tests.upstream.environment import PATH, Environment, check_checkout, run
 
 FOLDERS = ("tests/ut/xlite", "tests/ut/worker")
-PATH = Path(__file__).parent / "path"
+LEDGER = Path(__file__).with_name("unit_tests.toml")
+
+
+def expected_failures() -> dict[str, str]:
+    """Names of tests, each with the reason why it fails on the simulated device."""
+    return dict(tomllib.loads(LEDGER.read_text(encoding="utf-8"))["fails"])
 
 
 @dataclass(frozen=True)
@@ -35,52 +40,36 @@ class UnitTests:
     output: str
 
 
-def release_of(checkout: Path) -> str:
-    """The release of vllm that a checkout of vllm-ascend is tested with, if it is an installed one.
-
-    Raises:
-        ValueError: It is no checkout of vllm-ascend, or is tested with another release.
-    """
-    tag = checkout / ".github" / "vllm-release-tag.commit"
-    if not tag.is_file():
-        raise ValueError(f"{checkout} is no checkout of vllm-ascend: {tag.relative_to(checkout)} is missing")
-    release = tag.read_text(encoding="utf-8").strip().removeprefix("v")
-    if release not in RELEASES:
-        raise ValueError(f"{checkout} is tested with vllm {release}: installed are {', '.join(RELEASES)}")
-    return release
-
-
-def run_unit_tests(environment: Path, checkout: Path, report: Path, folders: Sequence[str] = FOLDERS) -> UnitTests:
+def run_unit_tests(environment: Environment, checkout: Path, report: Path, *, release: str | None = None) -> UnitTests:
     """Run them with the checkout's own code.
 
     Args:
-        environment: The folder that ``make_environment.sh`` made.
+        environment: Has the release of vllm.
         checkout: Of vllm-ascend.
         report: File to write pytest's XML report to.
-        folders: Folders of the checkout with the tests.
+        release: Of vllm; by default the one that the checkout says.
 
     Raises:
-        ValueError: Nothing is installed that the checkout fits.
+        UpstreamNotFoundError: Nothing is installed that the checkout fits.
         RuntimeError: pytest did not get as far as running tests.
+        TimeoutError: It hangs.
     """
-    python, release = str(environment / "venv" / "bin" / "python"), release_of(checkout)
+    check_checkout(checkout)
+    python = str(environment.python)
     # The checkout comes before this project: both have a package called tests.
-    paths = (checkout, PATH, environment / release, ROOT)
+    paths = (checkout, PATH, environment.release(release or environment.release_for(checkout)), ROOT)
     command = [python, "-W", "ignore", "-m", "npusim", "run", "--profile=a2-64g", "--num-devices=2", "--values=real"]
     without = ("-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:npusim.pytest_plugin")
     pytest = [python, "-W", "ignore", "-m", "pytest", "-q", *without]
-    run = subprocess.run(
-        [*command, "--", *pytest, f"--junitxml={report}", *folders],
+    done = run(
+        [*command, "--", *pytest, f"--junitxml={report}", *FOLDERS],
+        paths,
         cwd=checkout,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PATH": f"{PATH / 'bin'}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
+        environment={"PATH": f"{PATH / 'bin'}{os.pathsep}{os.environ['PATH']}"},
     )
-    if run.returncode not in (0, 1):
-        raise RuntimeError(f"pytest ended with {run.returncode}:\n{run.stdout[-4000:]}{run.stderr[-2000:]}")
-    return _outcomes(ElementTree.parse(report).getroot(), run.stdout)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
+    return _outcomes(ElementTree.parse(report).getroot(), done.stdout)
 
 
 def _outcomes(report: ElementTree.Element, output: str) -> UnitTests:

@@ -29,8 +29,8 @@ Results = dict[str, dict[str, Any]]
 def pytest_configure() -> None:
     """A variable that names nothing usable is a usage error, whatever is run."""
     try:
-        environment = Environment.given() if VARIABLE in os.environ else None
-        if environment and CHECKOUT_VARIABLE in os.environ:
+        environment = Environment.given() if os.environ.get(VARIABLE) else None
+        if environment and os.environ.get(CHECKOUT_VARIABLE):
             environment.release_for(Path(os.environ[CHECKOUT_VARIABLE]))
     except UpstreamNotFoundError as error:
         raise pytest.UsageError(str(error)) from None

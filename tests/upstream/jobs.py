@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -58,15 +60,32 @@ def servings(release: str) -> Iterator[Job]:
 KINDS = {"start": start_ups, "serve": servings}
 
 
-def in_child(work: Callable[[], None]) -> None:
-    """Do something in a process of its own that begins with this one's imports."""
+JOB_LIMIT_S = 900
+"""No job takes nearly that long; one that hangs ends then."""
+
+
+def in_child(work: Callable[[], None], limit_s: float = 0) -> int:
+    """Do something in a process of its own that begins with this one's imports.
+
+    Args:
+        work: What to do.
+        limit_s: Seconds after which a signal ends the process; 0 for no limit.
+
+    Returns:
+        How it ended: 0, 1 after an error, which is printed, or minus the number of the signal that ended it.
+    """
     child = os.fork()
     if child == 0:
+        code = 1
         try:
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
             work()
+            code = 0
+        except BaseException:  # noqa: BLE001 - nothing may get past the fork
+            traceback.print_exc()
         finally:
-            os._exit(0)
-    os.waitpid(child, 0)
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def do(jobs: Iterable[Job], results: TextIO) -> None:
@@ -82,13 +101,16 @@ def do(jobs: Iterable[Job], results: TextIO) -> None:
     def do_all(profile: str, some: list[Job]) -> None:
         import_upstream(profile)
         for job in some:
-            in_child(partial(do_one, job))
+            if code := in_child(partial(do_one, job), JOB_LIMIT_S):
+                error = f"the job's process ended with {signal.Signals(-code).name if code < 0 else code}"
+                print(json.dumps({"case": job.name, "error": error}), file=results, flush=True)
 
     by_profile: dict[str, list[Job]] = defaultdict(list)
     for job in jobs:
         by_profile[job.profile].append(job)
     for profile, some in by_profile.items():
-        in_child(partial(do_all, profile, some))
+        if code := in_child(partial(do_all, profile, some)):
+            sys.exit(f"importing upstream ended with {code}")
 
 
 def main() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.upstream import __main__ as command_line
+from tests.upstream import jobs
 from tests.upstream.environment import Environment, UpstreamNotFoundError, check_checkout, package_alone, run
 
 pytestmark = pytest.mark.sim_only("about folders and processes")
@@ -119,3 +122,24 @@ def test_a_run_that_hangs_ends_with_its_children():
     """A child that keeps the pipes open does not keep the run from ending."""
     with pytest.raises(TimeoutError, match=r"did not end in 0\.1 s:\nbegun"):
         run(["sh", "-c", "echo begun; sleep 60 & wait"], (), limit_s=0.1)
+
+
+def killed() -> None:
+    signal.raise_signal(signal.SIGKILL)
+
+
+IN_A_CHILD = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+@IN_A_CHILD
+@pytest.mark.parametrize(
+    ("work", "limit_s", "code"), [(killed, 0, -signal.SIGKILL), (signal.pause, 0.05, -signal.SIGALRM)]
+)
+def test_a_job_s_process_that_dies_or_hangs(work, limit_s, code):
+    assert jobs.in_child(work, limit_s) == code
+
+
+@IN_A_CHILD
+def test_a_job_s_process_that_fails_says_why(capfd):
+    assert jobs.in_child(partial(int, "no number")) == 1
+    assert "invalid literal" in capfd.readouterr().err

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from xlite_runner.audit.result import AuditResult
 from xlite_runner.bench.report import bench_to_json, print_bench_report
 from xlite_runner.bench.simulation import check_plot, draw, serve
 from xlite_runner.config import ModelConfig, ProfilePolicy, RunnerConfig, check_and_update_config
-from xlite_runner.errors import XliteRunnerError
+from xlite_runner.errors import OutputError, XliteRunnerError
 from xlite_runner.flags import build_parser, overrides_from_flags
 from xlite_runner.report import print_report, to_json
 from xlite_runner.result import ProfileResult
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``xlite-runner`` and return its exit code.
 
     It is 0, 1 when a benchmark's requests did not all end with a result or an audit finds that serving takes more than
-    was reserved, or 2 when the scenario cannot be run.
+    was reserved, or 2 when the scenario cannot be run or its result cannot be written.
     """
     options = build_parser().parse_args(arguments)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -54,13 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 results = [start(scenario, config, policy, on_stage=advance(policy.value)) for policy in policies]
                 report = partial(_report, results)
+        with _writing_output():
+            return report(scenario, as_json=options.json)
     except Exception as error:
         if not _is_users(error):
             raise
         for line in (f"xlite-runner: error: {error}", *getattr(error, "__notes__", ())):
             errors.print(line, markup=False)
         return USAGE_ERROR
-    return report(scenario, as_json=options.json)
 
 
 def _policies(options: Namespace, scenario: Scenario) -> tuple[ProfilePolicy, ...]:
@@ -93,10 +95,12 @@ def _bench(options: Namespace, scenario: Scenario, config: RunnerConfig, errors:
     if options.plot is not None:
         draw(options.plot, scenario, served)
     results = [each.result for each in served]
-    if options.json:
-        print(bench_to_json(results, scenario.model_dump(mode="json"), detailed=scenario.bench.save_detailed), end="")
-    else:
-        print_bench_report(results, _output())
+    with _writing_output():
+        if options.json:
+            settings = scenario.model_dump(mode="json")
+            print(bench_to_json(results, settings, detailed=scenario.bench.save_detailed), end="")
+        else:
+            print_bench_report(results, _output())
     return REQUESTS_FAILED if any(result.metrics.failed for result in results) else 0
 
 
@@ -110,6 +114,20 @@ def _report_audit(result: AuditResult, scenario: Scenario, *, as_json: bool) -> 
 
 def _output() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+
+
+@contextmanager
+def _writing_output() -> Iterator[None]:
+    """Makes an error of its own of standard output that takes nothing: a full disk, a reader that has gone."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        with suppress(OSError):  # what is left in the buffer would fail once more at the end of the process
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        raise OutputError(f"cannot write the result: {error.strerror}") from None
 
 
 def _is_users(error: Exception) -> bool:

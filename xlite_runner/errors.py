@@ -15,6 +15,10 @@ class WorkloadError(XliteRunnerError, ValueError):
     """A workload cannot be served: a setting or a line of a trace; the text names it and says what is allowed."""
 
 
+class OutputError(XliteRunnerError, OSError):
+    """A result cannot be written where it was to go; the text says where, and why."""
+
+
 class NeverAdmittedError(XliteRunnerError, RuntimeError):
     """A request needs more KV-cache blocks than there are."""
 

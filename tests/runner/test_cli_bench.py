@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +90,8 @@ def test_failed_requests_are_told_and_exit_code_says_so(capsys):
         (("--random-input-len", "5000"), "the shortest has 5004 tokens"),
         (("--plot", "memory.svg"), "--plot memory.svg: allowed are files that end in .html or .png"),
         (("--plot", "nowhere/memory.png"), "--plot nowhere/memory.png: there is no folder nowhere"),
+        (("--plot", "x" * 300 + ".html"), "cannot be written: File name too long"),
+        (("--plot", "/dev/null/memory.html"), "there is no folder /dev/null"),
         (("--goodput", "itl:5"), 'unknown key "bench.goodput.itl"'),
     ],
 )
@@ -95,3 +101,29 @@ def test_refused_before_anything_starts(capsys, flags, message):
     assert captured.out == ""
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+def test_a_picture_never_replaces_a_folder(capsys, tmp_path):
+    (tmp_path / "memory.html").mkdir()
+    assert main(["bench", str(TINY), *FEW, "--plot", str(tmp_path / "memory.html")]) == 2
+    assert "memory.html: is a folder; allowed is a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)])
+def test_a_full_disk_is_an_error_without_traceback(json_flag):
+    command = [sys.executable, "-m", "xlite_runner", "bench", str(TINY), *FEW, *json_flag]
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr == "xlite-runner: error: cannot write the result: No space left on device\n"
+
+
+def test_a_picture_is_there_as_a_whole_or_not_at_all(capsys, tmp_path, monkeypatch):
+    def fail(path, *_):
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("npusim.report.html.write_html", fail)
+    assert main(["bench", str(TINY), *FEW, "--plot", str(tmp_path / "memory.html")]) == 2
+    assert "memory.html: cannot be written: No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

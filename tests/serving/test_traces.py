@@ -92,6 +92,46 @@ def test_timed_trace_has_names_of_ones_own_choice():
         ("azure", "TIMESTAMP,GeneratedTokens\n2026-02-03 00:00:00,1", 'missing "ContextTokens"; found TIMESTAMP, Gen'),
         ("mooncake", '{"timestamp": -1, "input_length": 1, "output_length": 1}', "timestamp = -1: allowed is a number"),
         ("mooncake", '{"timestamp": 0, "input_length": 1.5, "output_length": 1}', "input_length = 1.5: allowed"),
+        ("mooncake", "1" * 5000, "trace:1: not JSON that can be read: Exceeds the limit"),
+        ("mooncake", "[" * 100_000, "trace:1: not JSON that can be read: maximum recursion depth"),
+        (
+            "mooncake",
+            '{"timestamp": NaN, "input_length": 1, "output_length": 1}',
+            "timestamp = nan: allowed is a number",
+        ),
+        (
+            "mooncake",
+            '{"timestamp": true, "input_length": 1, "output_length": 1}',
+            "timestamp = True: allowed is a num",
+        ),
+        (
+            "mooncake",
+            '{"timestamp": 1e18, "input_length": 1, "output_length": 1}',
+            "allowed is a number from 0 to 1e.12",
+        ),
+        ("mooncake", '{"timestamp": 0, "input_length": 3000000000, "output_length": 1}', "from 1 to 2147483647"),
+        ("mooncake", '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 0}', "hash_ids = 0: allowed"),
+        (
+            "mooncake",
+            '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [true]}',
+            "hash_ids = .True.",
+        ),
+        ("sharegpt", "[" * 100_000, "trace:1: not JSON that can be read: maximum recursion depth"),
+        ("sharegpt", "", "trace:1: not JSON: Expecting value"),
+        ("custom", '{"prompt": "", "output_tokens": 5}', "trace:1: prompt = '': allowed is a text that is not empty"),
+        (
+            "burstgpt",
+            "Timestamp,Model,Request tokens,Response tokens\n5,GPT-4,1,1\n4,GPT-4,1,1",
+            "trace:3: Timestamp is before that of the first row",
+        ),
+        ("burstgpt", "Timestamp,Model,Request tokens,Response tokens\nnan,GPT-4,1,1", "Timestamp = 'nan': allowed"),
+        ("burstgpt", "Timestamp,Model\n1,GPT-4", 'trace:2: missing "Response tokens"; found Timestamp, Model'),
+        ("burstgpt", "Timestamp,Model\n1," + "x" * 200_000, "trace:2: not CSV: field larger than field limit"),
+        (
+            "azure",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n1950-02-03 00:00:01,1,1\n2026-02-03 00:00:00,1,1",
+            "trace:3: TIMESTAMP is more than 1e.09 s after that of the first row",
+        ),
         (
             "mooncake",
             '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}',
@@ -109,6 +149,18 @@ def test_refusals_name_place_value_and_what_is_allowed(tmp_path, kind, text, mes
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(WorkloadError, match="cannot read the trace: No such file or directory"):
         list(READERS["custom"](tmp_path / "none"))
-    (tmp_path / "bytes").write_bytes(b"\xff")
-    with pytest.raises(WorkloadError, match="not UTF-8 text"):
-        list(READERS["custom"](tmp_path / "bytes"))
+    (tmp_path / "bytes").write_bytes(b"\n\xff")
+    for read in READERS.values():
+        with pytest.raises(WorkloadError, match="bytes:2: not UTF-8 text: invalid start byte at byte 1"):
+            list(read(tmp_path / "bytes"))
+        with pytest.raises(WorkloadError, match="cannot read the trace: Is a directory"):
+            list(read(tmp_path))
+
+
+def test_texts_with_odd_characters(tmp_path):
+    path = tmp_path / "trace"
+    path.write_text('\ufeff{"prompt": "a\u2028b", "output_tokens": 2}\n{"prompt": "\\ud800", "output_tokens": 1}\n')
+    assert figures(READERS["custom"](path)) == [(None, 2, 2), (None, 1, 1)]
+    path.write_text('TIMESTAMP,ContextTokens,GeneratedTokens,Note\n2026-02-03 00:00:00,1,1,"two\nlines"\nnoon,1,1,')
+    with pytest.raises(WorkloadError, match="trace:4: TIMESTAMP = 'noon'"):
+        list(READERS["azure"](path))

@@ -92,6 +92,12 @@ def test_requests_come_in_the_order_of_their_times():
     assert all(one.arrival_time < other.arrival_time for one, other in pairwise(ramped))
 
 
+def test_requests_after_decades_are_refused():
+    for settings in ({"request_rate": 1e-12}, {"request_rate": 1.0, "burstiness": 1e-300}):
+        with pytest.raises(WorkloadError, match="allowed are times from 0 to 1e"):
+            build_requests(Workload(num_prompts=2, **settings))
+
+
 def test_a_trace_without_requests_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(WorkloadError, match="has no request that can be served"):
@@ -104,6 +110,10 @@ def test_a_trace_without_requests_is_refused(tmp_path):
         ({"request_rate": 0.0}, "greater than 0"),
         ({"request_rate": math.nan}, "greater than 0|allowed are numbers above 0"),
         ({"burstiness": -1.0}, "greater than 0"),
+        ({"num_prompts": 10**9}, "less than or equal to 10000000"),
+        ({"random_input_len": 2**31}, "less than or equal to 2147483647"),
+        ({"sampling": {"seed": 2**63}}, "less than 9223372036854775808"),
+        ({"sampling": {"temperature": math.inf}}, "less than or equal to 34"),
         ({"random_range_ratio": 1.0}, "less than 1"),
         ({"dataset_path": Path("x")}, 'allowed with another dataset_name than "random"'),
         ({"dataset_name": "azure"}, 'missing key "dataset_path": dataset_name = "azure" is read from a file'),

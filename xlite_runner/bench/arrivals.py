@@ -26,7 +26,8 @@ def arrival_times(num_requests: int, request_rate: float, burstiness: float, see
     if math.isinf(request_rate):
         return [0.0] * num_requests
     times = np.cumsum(_gaps(np.full(num_requests, request_rate), burstiness, seed))
-    stretched: list[float] = (times * (num_requests / request_rate / times[-1])).tolist()
+    with np.errstate(divide="ignore", invalid="ignore"):  # gaps too small for numbers give times that are none
+        stretched: list[float] = (times * (num_requests / request_rate / times[-1])).tolist()
     return stretched
 
 

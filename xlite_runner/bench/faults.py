@@ -6,6 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
+from xlite_runner.bench.traces import MAX_SECONDS
+
 
 class Fault(BaseModel):
     """Something that happens to one rank's device; at least one thing.
@@ -20,11 +22,11 @@ class Fault(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    at: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    at: Annotated[float, Field(ge=0, le=MAX_SECONDS)]
     rank: NonNegativeInt = 0
     other_process_bytes: int = 0
-    slowdown: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    collective_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    slowdown: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    collective_delay: Annotated[float, Field(ge=0, le=MAX_SECONDS)] = 0.0
 
     @model_validator(mode="after")
     def _check_something_happens(self) -> Self:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +16,7 @@ from xlite_runner.bench.metrics import calculate_metrics
 from xlite_runner.bench.result import BenchResult, RankMemory
 from xlite_runner.bench.workload import TimedRequest, build_requests
 from xlite_runner.config import ProfilePolicy, RunnerConfig
-from xlite_runner.errors import WorkloadError
+from xlite_runner.errors import OutputError, WorkloadError
 from xlite_runner.scenario import Scenario
 from xlite_runner.serving.engine_core import Executor, ServingEngine
 from xlite_runner.serving.executor import WorkerExecutor
@@ -61,6 +63,7 @@ def serve(
         WorkloadError: The workload cannot be read, or none of its requests can be served.
         ProfileError: The scenario's device profile does not exist.
         WorldError: The scenario's memory figures contradict each other.
+        ValueError: The sampling asks for more than the vocabulary has.
         ValueError, AssertionError, torch.OutOfMemoryError: What the engine's start raises.
     """
     from npusim.told import ToldTokens
@@ -68,6 +71,7 @@ def serve(
     workload = scenario.workload
     requests = build_requests(workload)
     _check_lengths(requests, config)
+    workload.sampling.verify(config.model.vocab_size)
     told = ToldTokens(config.model.vocab_size, workload.seed, workload.draft_acceptance_rate)
     with started(scenario, config, policy, told_values=told, on_stage=on_stage) as (world, engine, lines):
         watch = _Watch(world, engine, len(requests), on_requests)
@@ -90,6 +94,8 @@ def serve(
 def draw(path: Path, scenario: Scenario, served: Sequence[Served]) -> None:
     """Draw memory and load of rank 0 over time, one panel per policy.
 
+    The file appears as a whole or not at all.
+
     Args:
         path: Its suffix, ``.html`` or ``.png``, decides the format.
         scenario: What was served.
@@ -97,27 +103,39 @@ def draw(path: Path, scenario: Scenario, served: Sequence[Served]) -> None:
 
     Raises:
         MissingPackageError: A PNG without matplotlib.
-        OSError: The file cannot be written.
+        OutputError: The file cannot be written.
     """
     from npusim.report.html import write_html
     from npusim.report.png import write_png
 
     write = {".html": write_html, ".png": write_png}[path.suffix.lower()]
     title = f"{scenario.model.stem} on {scenario.num_ranks} x {scenario.device_profile}: memory of rank 0 while serving"
-    write(path, title, [each.panel for each in served])
+    unfinished = path.with_name(f".unfinished-{os.getpid()}{path.suffix}")
+    try:
+        write(unfinished, title, [each.panel for each in served])
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OutputError(f"--plot {path}: cannot be written: {error.strerror}") from None
 
 
 def check_plot(path: Path) -> None:
     """Refuse a picture that could not be written, before anything is computed.
 
     Raises:
-        WorkloadError: The suffix is unknown, or the folder does not exist.
+        WorkloadError: The suffix is unknown, the folder does not exist, or nothing can be written there.
         MissingPackageError: A PNG without matplotlib.
     """
     if path.suffix.lower() not in PLOT_SUFFIXES:
         raise WorkloadError(f"--plot {path}: allowed are files that end in {' or '.join(PLOT_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise WorkloadError(f"--plot {path}: there is no folder {path.parent}")
+    try:
+        if not path.parent.is_dir():
+            raise WorkloadError(f"--plot {path}: there is no folder {path.parent}")
+        if path.is_dir():
+            raise WorkloadError(f"--plot {path}: is a folder; allowed is a file")
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise WorkloadError(f"--plot {path}: cannot be written: {error.strerror}") from None
     if path.suffix.lower() == ".png":
         from npusim.report.png import import_figure
 

@@ -7,6 +7,7 @@ Formats are those that ``vllm bench serve`` reads, and two public ones it does n
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,12 @@ BYTES_PER_TOKEN = 4
 
 MOONCAKE_CHUNK_TOKENS = 512
 """Tokens that one id in ``hash_ids`` of a Mooncake trace stands for."""
+
+MAX_TOKENS = 2**31 - 1
+"""What fits into the lengths of a batch, int32."""
+
+MAX_SECONDS = 1e9
+"""Thirty years; nanoseconds stay exact enough to be told apart."""
 
 _SHAREGPT_MIN_TOKENS, _SHAREGPT_MAX_PROMPT, _SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 
@@ -100,24 +107,35 @@ class _Row:
             number = int(value)
         except (TypeError, ValueError):
             number = least - 1
-        if number < least or isinstance(value, (bool, float)):
-            raise self.error(f"{key} = {value!r}: allowed is a whole number of tokens from {least}")
+        if not least <= number <= MAX_TOKENS or isinstance(value, (bool, float)):
+            raise self.error(
+                f"{key} = {_shown(value)}: allowed is a whole number of tokens from {least} to {MAX_TOKENS}"
+            )
         return number
 
-    def seconds(self, key: str) -> float:
+    def seconds(self, key: str, multiplier: float = 1.0) -> float:
+        """A time; ``multiplier`` turns the file's unit into seconds."""
         value = self.value(key)
         try:
-            number = float(value)
-        except (TypeError, ValueError):
+            number = float(value) * multiplier
+        except (TypeError, ValueError, OverflowError):
             number = -1.0
-        if not 0 <= number < float("inf"):
-            raise self.error(f"{key} = {value!r}: allowed is a number from 0")
+        if not 0 <= number <= MAX_SECONDS or isinstance(value, bool):
+            raise self.error(f"{key} = {_shown(value)}: allowed is a number from 0 to {MAX_SECONDS / multiplier:g}")
         return number
+
+    def after(self, key: str, moment: float, start: float) -> float:
+        """Seconds from ``start``, the first row's ``key``, to ``moment``, this row's."""
+        if moment < start:
+            raise self.error(f"{key} is before that of the first row")
+        if moment - start > MAX_SECONDS:
+            raise self.error(f"{key} is more than {MAX_SECONDS:g} s after that of the first row")
+        return moment - start
 
     def text(self, key: str) -> str:
         value = self.value(key)
-        if not isinstance(value, str):
-            raise self.error(f"{key} = {value!r}: allowed is a text")
+        if not isinstance(value, str) or not value:
+            raise self.error(f"{key} = {_shown(value)}: allowed is a text that is not empty")
         return value
 
 
@@ -127,10 +145,7 @@ def read_sharegpt(path: Path) -> Iterator[SampleRequest]:
     Conversations of fewer than two turns are left out, and so are, as in vLLM, prompts and answers under 4 tokens,
     prompts over 1024, and pairs over 2048.
     """
-    try:
-        conversations = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise WorkloadError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    conversations = _json(_text(path), path, 1)
     if not isinstance(conversations, list):
         raise WorkloadError(f"{path}: expected a list of conversations, found {type(conversations).__name__}")
     for index, entry in enumerate(conversations):
@@ -164,9 +179,7 @@ def read_azure(path: Path) -> Iterator[SampleRequest]:
     for index, row in enumerate(_csv_rows(path)):
         moment = _nanoseconds(row, "TIMESTAMP")
         start = moment if start is None else start
-        timestamp = (moment - start) / 1e9
-        if timestamp < 0:
-            raise row.error("TIMESTAMP is before that of the first row")
+        timestamp = row.after("TIMESTAMP", (moment - start) / 1e9, 0)
         yield _unshared(index, row.tokens("ContextTokens"), row.tokens("GeneratedTokens"), timestamp)
 
 
@@ -178,7 +191,8 @@ def read_burstgpt(path: Path) -> Iterator[SampleRequest]:
             continue
         moment = row.seconds("Timestamp")
         start = moment if start is None else start
-        yield _unshared(index, row.tokens("Request tokens"), row.tokens("Response tokens"), moment - start)
+        timestamp = row.after("Timestamp", moment, start)
+        yield _unshared(index, row.tokens("Request tokens"), row.tokens("Response tokens"), timestamp)
 
 
 def read_mooncake(path: Path) -> Iterator[SampleRequest]:
@@ -195,10 +209,11 @@ def read_timed_trace(path: Path, labels: TimedTraceLabels = TimedTraceLabels()) 
     for index, row in enumerate(_json_lines(path)):
         prompt_len = row.tokens(labels.input_length)
         output_len = row.tokens(labels.output_length)
-        timestamp = row.seconds(labels.timestamp) * labels.sec_multiplier
-        hash_ids = row.values.get(labels.hash_ids) or []
-        if not isinstance(hash_ids, list) or not all(isinstance(key, int) and key >= 0 for key in hash_ids):
-            raise row.error(f"{labels.hash_ids} = {hash_ids!r}: allowed is a list of whole numbers from 0")
+        timestamp = row.seconds(labels.timestamp, labels.sec_multiplier)
+        hash_ids = row.values.get(labels.hash_ids)
+        hash_ids = [] if hash_ids is None else hash_ids
+        if not isinstance(hash_ids, list) or not all(type(key) is int and key >= 0 for key in hash_ids):
+            raise row.error(f"{labels.hash_ids} = {_shown(hash_ids)}: allowed is a list of whole numbers from 0")
         if not hash_ids:
             yield _unshared(index, prompt_len, output_len, timestamp)
             continue
@@ -221,6 +236,7 @@ READERS: Mapping[str, Callable[[Path], Iterator[SampleRequest]]] = {
 """Readers by the workload's ``dataset_name``, but the timed trace's, which has settings of its own."""
 
 _UNSHARED, _SHARED = 0, 1
+_MAX_SHOWN = 80
 
 
 def _unshared(key: int, prompt_len: int, output_len: int, timestamp: float | None = None) -> SampleRequest:
@@ -229,7 +245,13 @@ def _unshared(key: int, prompt_len: int, output_len: int, timestamp: float | Non
 
 
 def _num_tokens(text: str) -> int:
-    return -(-len(text.encode()) // BYTES_PER_TOKEN)
+    return -(-len(text.encode(errors="surrogatepass")) // BYTES_PER_TOKEN)
+
+
+def _shown(value: object) -> str:
+    """A value for an error text, which a whole book would make unreadable."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _nanoseconds(row: _Row, key: str) -> int:
@@ -251,26 +273,38 @@ def _nanoseconds(row: _Row, key: str) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise WorkloadError(f"{path}: cannot read the trace: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise WorkloadError(f"{path}:{line}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _json(text: str, path: Path, first_line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise WorkloadError(f"{path}:{first_line + error.lineno - 1}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits; lists in lists in lists
+        raise WorkloadError(f"{path}:{first_line}: not JSON that can be read: {error}") from None
 
 
 def _json_lines(path: Path) -> Iterator[_Row]:
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    # JSON's texts may contain what str.splitlines() takes for the end of a line, such as U+2028.
+    for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise WorkloadError(f"{path}:{number}: not JSON: {error.msg}") from None
+        values = _json(line, path, number)
         if not isinstance(values, dict):
             raise WorkloadError(f"{path}:{number}: expected a JSON object, found {line.strip()[:40]}")
         yield _Row(path, number, values)
 
 
 def _csv_rows(path: Path) -> Iterator[_Row]:
-    for number, values in enumerate(csv.DictReader(_text(path).splitlines()), start=2):
-        yield _Row(path, number, values)
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+    try:
+        for values in reader:
+            yield _Row(path, reader.line_num, values)
+    except csv.Error as error:
+        raise WorkloadError(f"{path}:{reader.line_num + 1}: not CSV: {error}") from None

@@ -26,13 +26,25 @@ from pydantic import (
 )
 
 from xlite_runner.bench.arrivals import RampUpStrategy, arrival_times, ramp_up_times
-from xlite_runner.bench.traces import READERS, SampleRequest, Segment, TimedTraceLabels, read_timed_trace
+from xlite_runner.bench.traces import (
+    MAX_SECONDS,
+    MAX_TOKENS,
+    READERS,
+    SampleRequest,
+    Segment,
+    TimedTraceLabels,
+    read_timed_trace,
+)
 from xlite_runner.errors import WorkloadError
 from xlite_runner.serving.sampling_params import SamplingParams
 
 DatasetName = Literal["random", "sharegpt", "custom", "azure", "burstgpt", "mooncake", "timed_trace"]
 
 DEFAULT_NUM_PROMPTS = 1000
+MAX_NUM_PROMPTS = 10_000_000
+"""More would not fit into the memory of an ordinary host."""
+
+_NumTokens = Annotated[int, Field(gt=0, le=MAX_TOKENS)]
 _PREFIX, _RANDOM = 2, 3
 
 
@@ -65,7 +77,7 @@ class Workload(BaseModel):
 
     dataset_name: DatasetName = "random"
     dataset_path: Path | None = None
-    num_prompts: PositiveInt | None = None
+    num_prompts: Annotated[int, Field(gt=0, le=MAX_NUM_PROMPTS)] | None = None
     seed: NonNegativeInt = 0
     request_rate: Annotated[float, Field(gt=0)] | None = None
     burstiness: Annotated[float, Field(gt=0)] = 1.0
@@ -73,10 +85,10 @@ class Workload(BaseModel):
     ramp_up_strategy: RampUpStrategy | None = None
     ramp_up_start_rps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     ramp_up_end_rps: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    random_input_len: PositiveInt = 1024
-    random_output_len: PositiveInt = 128
+    random_input_len: _NumTokens = 1024
+    random_output_len: _NumTokens = 128
     random_range_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    random_prefix_len: NonNegativeInt = 0
+    random_prefix_len: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     timed_trace_chunk_hash_size: PositiveInt = 16
     timed_trace_sec_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     timed_trace_label_timestamp: str = "timestamp"
@@ -140,12 +152,18 @@ def build_requests(workload: Workload) -> list[TimedRequest]:
     """The requests of a workload in the order in which they come; the same for the same workload.
 
     Raises:
-        WorkloadError: The file cannot be read, or a line of it is wrong; or there is no request in it.
+        WorkloadError: The file cannot be read, or a line of it is wrong; or there is no request in it, or one comes
+            only after decades.
     """
     samples = list(islice(_samples(workload), workload.num_prompts))
     if not samples:
         raise WorkloadError(f"{workload.dataset_path}: has no request that can be served")
     times = _times(workload, samples)
+    if not all(0 <= time <= MAX_SECONDS for time in times):
+        raise WorkloadError(
+            f"with request_rate = {workload.request_rate} and burstiness = {workload.burstiness} the last request "
+            f"comes after {times[-1]:g} s: allowed are times from 0 to {MAX_SECONDS:g} s"
+        )
     requests = [
         TimedRequest(
             req_id=str(index),

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
+_FLOAT32_MAX = 3.4028234663852886e38
 
 SAMPLING_EPS = 1e-5
 """Below this temperature vLLM samples greedily."""
@@ -32,16 +33,16 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=_FLOAT32_MAX)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=_FLOAT32_MAX)] = 1.0
     logprobs: Annotated[int, Field(ge=-1)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: PositiveInt = 16
     min_tokens: NonNegativeInt = 0
     ignore_eos: bool = False

@@ -2,7 +2,8 @@
 
 A step that leaves memory exactly as it found it can be repeated: its operators would be given the same addresses, reach
 the same peaks, and take the same time, but for what depends on the lengths of sequences. So a repetition moves the
-clocks, with durations from the same cost functions, and the allocator's statistics; nothing else has changed.
+clocks, with durations from the same cost functions, the allocator's statistics, and the generators of random numbers,
+which would have been drawn from as often; nothing else has changed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class StepEffect:
         orders: What must be earlier than what, for memory to be used as it was.
         durations: Of each rank's pass; what they say of other lengths must agree.
         statistics: Of each device's allocator.
+        num_draws: From each device's random numbers.
     """
 
     state: str
@@ -38,6 +40,7 @@ class StepEffect:
     orders: tuple[tuple[Line, Line, bool], ...]
     durations: tuple[OpenDuration, ...]
     statistics: tuple[Effect, ...]
+    num_draws: tuple[int, ...]
 
     def duration_ns(self, lens: Sequence[int], cached_lens: Sequence[int]) -> int | None:
         """The open duration for these lengths; None if the ranks disagree, or memory would be used otherwise."""
@@ -77,7 +80,7 @@ class StepRecorder:
         if not self._is_idle():
             return run(), None
         before, num_events = self.state(), world.event_log.num_events
-        draws = [runtime.random.get_state().tolist() for runtime in world.runtimes]
+        seeds, draws_before = self._random_positions()
         recordings = [runtime.allocator.statistics.record() for runtime in world.runtimes]
         origin = Origin(world.clock.now_ns)
         self._begin(origin)
@@ -86,20 +89,22 @@ class StepRecorder:
         finally:
             hosts, streams = self._end(origin)
             effects = [recording.effect() for recording in recordings]
+        seeds_after, draws_after = self._random_positions()
         statistics = tuple(effect for effect in effects if effect is not None)
         repeatable = (
             origin.is_linear
             and len(set(map(int, origin.durations))) == 1
             and len(statistics) == len(effects)
             and world.event_log.num_events == num_events
-            and [runtime.random.get_state().tolist() for runtime in world.runtimes] == draws
+            and seeds_after == seeds
             and self.state() == before
             and self._is_idle()
         )
         if not repeatable:
             return result, None
-        effect = StepEffect(before, hosts, streams, tuple(origin.orders), tuple(origin.durations), statistics)
-        return result, effect
+        num_draws = tuple(after - before for before, after in zip(draws_before, draws_after, strict=True))
+        orders, durations = tuple(origin.orders), tuple(origin.durations)
+        return result, StepEffect(before, hosts, streams, orders, durations, statistics, num_draws)
 
     def repeat(self, effect: StepEffect, lens: Sequence[int], cached_lens: Sequence[int]) -> bool:
         """Do what a recorded step did, with other lengths of sequences.
@@ -128,8 +133,9 @@ class StepRecorder:
         for device, stream, line in effect.streams:
             world.cards[device].streams.occupy_until(stream, start_ns + line.at(duration_ns))
         world.clock.end_together(self._num_ranks)
-        for runtime, statistics in zip(world.runtimes, effect.statistics, strict=True):
+        for runtime, statistics, num_draws in zip(world.runtimes, effect.statistics, effect.num_draws, strict=True):
             runtime.allocator.statistics.repeat(statistics)
+            runtime.random.skip(num_draws)
         self._marks = self._current_marks()
         return True
 
@@ -151,6 +157,10 @@ class StepRecorder:
                 streams.append((card.index, stream, moment.line))
         clock.replace({process: int(time_ns) for process, time_ns in enumerate(times_ns)})
         return tuple(line_of(time_ns, origin) for time_ns in times_ns), tuple(streams)
+
+    def _random_positions(self) -> tuple[list[int], list[int]]:
+        generators = [runtime.random for runtime in self._world.runtimes]
+        return [generator.seed for generator in generators], [generator.offset for generator in generators]
 
     def _current_marks(self) -> Hashable:
         """Changes whenever memory is taken or given back."""

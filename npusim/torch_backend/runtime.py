@@ -114,8 +114,12 @@ class RandomState:
 
     def advance(self) -> tuple[int, int]:
         """The (seed, offset) of one draw; the next one gets another."""
-        self.offset += 1
+        self.skip(1)
         return self.seed, self.offset
+
+    def skip(self, num_draws: int) -> None:
+        """Leave out so many draws."""
+        self.offset += num_draws
 
 
 class DeviceRuntime:

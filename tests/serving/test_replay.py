@@ -39,26 +39,60 @@ WORKLOADS = {
         "sampling": {"stop_token_ids": list(range(0, 1024, 32))},
     },
     "random": {
+        "num_prompts": 6,
+        "random_input_len": 40,
+        "random_output_len": 12,
+        "random_range_ratio": 0.5,
+        "request_rate": 300.0,
+        "sampling": {"temperature": 1.0, "top_p": 0.9},
+    },
+    "allowed tokens": {
+        "num_prompts": 3,
+        "random_input_len": 40,
+        "random_output_len": 9,
+        "request_rate": 300.0,
+        "sampling": {"temperature": 1.0, "min_p": 0.1, "top_k": 5, "allowed_token_ids": [1, 2, 3]},
+    },
+    "greedy with filters": {
+        "num_prompts": 4,
+        "random_input_len": 200,
+        "random_output_len": 9,
+        "request_rate": 300.0,
+        "sampling": {"top_p": 0.5},
+    },
+    "penalties": {
         "num_prompts": 2,
         "random_input_len": 40,
         "random_output_len": 3,
-        "sampling": {"temperature": 1.0, "top_p": 0.9},
+        "sampling": {"presence_penalty": 1.0},
+    },
+    "seeds": {
+        "num_prompts": 2,
+        "random_input_len": 300,
+        "random_output_len": 3,
+        "sampling": {"temperature": 1.0, "seed": 5},
     },
 }
 
 
-@pytest.mark.parametrize("case", ["greedy", pytest.param("random", marks=pytest.mark.slow)])
+NEVER_REPEATED = ("penalties", "seeds")
+RARE = ("allowed tokens", "greedy with filters", *NEVER_REPEATED)
+
+
+@pytest.mark.parametrize("case", ["greedy", "random", *(pytest.param(name, marks=pytest.mark.slow) for name in RARE)])
 def test_repeated_steps_change_no_figure(case):
     repeated, num_repeated = figures(EXAMPLES / "tiny.toml", WORKLOADS[case], replays=True)
     executed, _ = figures(EXAMPLES / "tiny.toml", WORKLOADS[case], replays=False)
     assert repeated["event_log_digest"] == executed["event_log_digest"]
     assert repeated == executed
-    assert (num_repeated > 0) == (case == "greedy")
+    assert (num_repeated > 0) == (case not in NEVER_REPEATED)
 
 
 @pytest.mark.slow
-def test_repeated_steps_change_no_figure_of_two_ranks():
-    workload = {"num_prompts": 8, "random_input_len": 9000, "random_output_len": 40, "random_range_ratio": 0.3}
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["greedy", "random"])
+def test_repeated_steps_change_no_figure_of_two_ranks(sampling):
+    lengths = {"random_input_len": 9000, "random_output_len": 40, "random_range_ratio": 0.3}
+    workload = {"num_prompts": 8, "sampling": sampling, **lengths}
     path = EXAMPLES / "qwen3-30b-a3b-serving.toml"
     repeated, num_repeated = figures(path, workload, replays=True)
     executed, _ = figures(path, workload, replays=False)

@@ -1,8 +1,8 @@
 """An executor that executes one step of each shape, and does the others again from what that one did to the devices.
 
 Which steps may be repeated is decided by what was recorded (``npusim/step_recorder.py``). Here is decided which steps
-are alike: those of greedy requests with the same numbers of tokens, requests and unfinished prompts, on devices whose
-memory is in the same state.
+are alike: those with the same numbers of tokens, requests and unfinished prompts, sampled by the same operators, on
+devices whose memory is in the same state.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from xlite_runner.serving.engine_core import ReplicaStep
-from xlite_runner.serving.executor import RunFunctions, WorkerExecutor
+from xlite_runner.serving.executor import RunFunctions
 from xlite_runner.serving.output import ModelRunnerOutput, SchedulerOutput
+from xlite_runner.serving.sample.sampling_metadata import SamplingMetadata
 from xlite_runner.serving.sampling_params import SamplingParams
-from xlite_runner.serving.worker.step_runner import EMPTY_MODEL_RUNNER_OUTPUT, StepRunner
+from xlite_runner.serving.worker.input_batch import InputBatch
 from xlite_runner.worker import NPUWorker
 
 MAX_EFFECTS = 4096
@@ -63,7 +64,6 @@ class ReplayingExecutor:
         self.num_replayed_steps = 0
         self.num_executed_steps = 0
         self._workers = workers
-        self._executor = WorkerExecutor(workers, 1, run_ranks)
         self._run_ranks = run_ranks
         self._recorder = recorder
         self._tokens = tokens
@@ -74,15 +74,19 @@ class ReplayingExecutor:
         """Execute or repeat a step; see :class:`xlite_runner.serving.engine_core.Executor`."""
         (step,) = steps
         output = step.scheduler_output
-        if output is None or not self._may_be_alike(output):
-            self.num_executed_steps += bool(output and output.num_scheduled_tokens)
-            return self._executor.execute_model(steps)
+        if output is None:
+            return [None]
         runners = [worker.model_runner.steps for worker in self._workers]
         for runner in runners:
             runner.update_states(output)
-        if not output.num_scheduled_tokens:
-            return [EMPTY_MODEL_RUNNER_OUTPUT]
-        shape = _Shape(runners[0], output)
+        execute = partial(self._run_ranks, [partial(runner.execute_batch, output) for runner in runners])
+        batch, may_be_alike = runners[0].batch, self._may_be_alike(output)
+        if not output.num_scheduled_tokens or batch.must_upload_metadata or not may_be_alike:
+            self.num_executed_steps += bool(output.num_scheduled_tokens)
+            return [execute()[0]]
+        for runner in runners:
+            runner.batch.refresh_metadata()
+        shape = _Shape(batch, output)
         key = self._recorder.state(), shape.key
         effect = self._effects.get(key)
         if effect is not None and self._recorder.repeat(effect, shape.lens, shape.cached_lens):
@@ -94,8 +98,7 @@ class ReplayingExecutor:
             ]
             return [results[0]]
         self.num_executed_steps += 1
-        functions = [partial(runner.execute_batch, output) for runner in runners]
-        executed, effect = self._recorder.record(lambda: self._run_ranks(functions))
+        executed, effect = self._recorder.record(execute)
         if effect is not None:
             self._effects[key] = effect
             if len(self._effects) > MAX_EFFECTS:
@@ -103,17 +106,16 @@ class ReplayingExecutor:
         return [executed[0]]
 
     def _may_be_alike(self, output: SchedulerOutput) -> bool:
-        """Whether all requests of the step are sampled greedily and nothing else is asked of them."""
+        """Whether what the requests of the step ask for takes the same memory and time in every such step."""
         self._uneven -= output.finished_req_ids
-        self._uneven |= {data.req_id for data in output.scheduled_new_reqs if not _is_plain(data.sampling_params)}
+        self._uneven |= {data.req_id for data in output.scheduled_new_reqs if not _is_even(data.sampling_params)}
         return not self._uneven and not output.scheduled_spec_decode_tokens
 
 
 class _Shape:
     """What decides how a step's operators look; made after the batch was brought up to date."""
 
-    def __init__(self, runner: StepRunner, output: SchedulerOutput) -> None:
-        batch = runner.batch
+    def __init__(self, batch: InputBatch, output: SchedulerOutput) -> None:
         num_reqs = batch.num_reqs
         scheduled = output.num_scheduled_tokens
         self.lens: list[int] = [scheduled[request.req_id] for request in batch.requests]
@@ -122,16 +124,28 @@ class _Shape:
         self.discarded_rows: list[int] = [row for row, (start, new, end) in enumerate(ends) if start + new < end]
         is_decode = max(self.lens) == 1
         has_context = any(self.cached_lens)
-        self.key: Hashable = (sum(self.lens), num_reqs, len(self.discarded_rows), is_decode, has_context)
+        batch_key = (sum(self.lens), num_reqs, len(self.discarded_rows), is_decode, has_context)
+        self.key: Hashable = (batch_key, _sampling_key(batch.sampling_metadata))
 
 
-def _is_plain(params: SamplingParams) -> bool:
-    return params.is_greedy and params == SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        max_tokens=params.max_tokens,
-        ignore_eos=params.ignore_eos,
-        stop_token_ids=params.stop_token_ids,
-        seed=params.seed,
+def _sampling_key(metadata: SamplingMetadata) -> Hashable:
+    """Which operators sample the rows of a batch, of requests that are even."""
+    if metadata.all_greedy:
+        return "greedy"
+    filters = (metadata.top_p, metadata.top_k, metadata.min_p, metadata.allowed_token_ids_mask)
+    return metadata.all_random, *(tensor is None for tensor in filters)
+
+
+def _is_even(params: SamplingParams) -> bool:
+    """Whether sampling takes the same in each step.
+
+    Penalties count tokens that become more, minimal lengths end, log probabilities have values, and a generator of the
+    request's own is drawn from.
+    """
+    return (
+        not (params.presence_penalty or params.frequency_penalty or params.min_tokens)
+        and params.repetition_penalty == 1
+        and params.logprobs is None
+        and params.prompt_logprobs is None
+        and (params.seed is None or params.is_greedy)
     )

@@ -65,6 +65,8 @@ class InputBatch:
         parameters = (self.temperature, self.top_p, self.top_k, self.min_p)
         penalties = (self.frequency_penalties, self.presence_penalties, self.repetition_penalties)
         counts = (self.num_tokens, self.num_prompt_tokens, self.num_blocks, self.num_computed_tokens)
+        self._neutral = [(self.temperature, 0), (self.top_p, 1), (self.top_k, self._vocab_size), (self.min_p, 0)]
+        self._neutral += zip(penalties, (0, 0, 1), strict=True)
         self._columns: tuple[NDArray[Any], ...] = (*counts, *(twin.np for twin in (*parameters, *penalties)))
         self._free_rows: list[int] = []
         self._only_decodes = False
@@ -249,6 +251,16 @@ class InputBatch:
         if self._changed:
             self._changed = False
             self.sampling_metadata = self._make_sampling_metadata()
+
+    @property
+    def must_upload_metadata(self) -> bool:
+        """Whether :meth:`refresh_metadata` would copy something to the device."""
+        if not self._changed:
+            return False
+        num_reqs = self.num_reqs
+        return any((twin.np[:num_reqs] != neutral).any() for twin, neutral in self._neutral) or any(
+            request.sampling_params.allowed_token_ids is not None for request in self.requests
+        )
 
     def _make_sampling_metadata(self) -> SamplingMetadata:
         num_reqs = self.num_reqs

@@ -76,7 +76,7 @@ class StepRunner:
     # ---- the batch
 
     def update_states(self, scheduler_output: SchedulerOutput) -> None:
-        """Bring requests and rows up to date with what is scheduled."""
+        """Bring requests and rows up to date with what is scheduled; on the host alone."""
         self._num_steps += 1
         batch, requests = self.batch, self.requests
         scheduled = scheduler_output.num_scheduled_tokens
@@ -120,7 +120,6 @@ class StepRunner:
                 batch.set_spec_tokens(row, self._known_drafts(requests[req_id], all_drafts.get(req_id, ())))
         batch.condense()
         batch.reorder(scheduled, self._runner.config.uniform_decode_query_len)
-        batch.refresh_metadata()
 
     def _num_rejected_unheard_of(self, request: CachedRequestState) -> int:
         """Drafts that the last step rejected, when this one had been composed before that was known."""
@@ -148,14 +147,18 @@ class StepRunner:
         if self._state is not None:
             raise RuntimeError("State error: sample_tokens() must be called after execute_model() returns None.")
         self.update_states(scheduler_output)
-        if not scheduler_output.total_num_scheduled_tokens:
+        self.batch.refresh_metadata()
+        if not scheduler_output.num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         self._run(scheduler_output)
         return None
 
     @torch.inference_mode()
     def execute_batch(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Execute and sample a step of at least one token for which :meth:`update_states` was called."""
+        """Execute and sample a step for which :meth:`update_states` was called; see :meth:`execute_model`."""
+        self.batch.refresh_metadata()
+        if not scheduler_output.num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
         self._run(scheduler_output)
         return self.sample_tokens()
 

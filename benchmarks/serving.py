@@ -1,6 +1,7 @@
 """How much faster than its own virtual time the published pair is served, and where the time goes.
 
 python benchmarks/serving.py [--profile] [--all-steps]
+python benchmarks/serving.py --many-requests   # CPU time per step, as more and more requests have ended
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import cProfile
 import pstats
 import resource
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,7 +24,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", action="store_true", help="print where the time of serving goes")
     parser.add_argument("--all-steps", action="store_true", help="execute every step of eight shorter requests")
+    parser.add_argument("--many-requests", action="store_true", help="CPU time per step of 3,000 small requests")
     options = parser.parse_args()
+    if options.many_requests:
+        serve_many_requests()
+        return
 
     from xlite_runner.bench import simulation
     from xlite_runner.bench.benchmark import Benchmark
@@ -57,6 +63,30 @@ def main() -> None:
     print(f"host memory, peak     {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:9.0f} MiB")
     if options.profile:
         pstats.Stats(profile).sort_stats("cumtime").print_stats(40)
+
+
+def serve_many_requests() -> None:
+    """Print the CPU time of a step for each tenth of the requests; the median, since few steps are executed."""
+    from xlite_runner.bench import simulation
+    from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
+    from xlite_runner.scenario import load_scenario
+
+    workload = {"num_prompts": 3000, "random_input_len": 100, "random_output_len": 8, "max_concurrency": 8}
+    scenario = load_scenario(ROOT / "examples" / "tiny.toml", {"workload": workload})
+    config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
+    steps: list[list[float]] = [[] for _ in range(10)]
+    last = time.process_time()
+
+    def measure(num_ended: int, num_requests: int) -> None:
+        nonlocal last
+        now = time.process_time()
+        steps[min(10 * num_ended // num_requests, 9)].append(now - last)
+        last = now
+
+    simulation.serve(scenario, config, ProfilePolicy.SKIP, on_requests=measure)
+    for tenth, seconds in enumerate(steps):
+        microseconds = 1e6 * statistics.median(seconds)
+        print(f"{300 * tenth:5d} requests ended: {microseconds:6.0f} us per step, {len(seconds)} steps")
 
 
 if __name__ == "__main__":

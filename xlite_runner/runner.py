@@ -35,7 +35,7 @@ from xlite_runner.memory_profiling import DeviceMemoryProfiler
 from xlite_runner.models.attention import KERNEL_BLOCK_SIZE, Attention
 from xlite_runner.models.attention_metadata import AscendAttentionMetadataBuilder, AscendAttentionState, AscendMetadata
 from xlite_runner.models.loader import build_model
-from xlite_runner.models.rotary import CosSinBuffers
+from xlite_runner.models.rotary import CosSinBuffers, RotaryEmbedding
 from xlite_runner.serving.worker.mtp_proposer import MtpProposer
 from xlite_runner.serving.worker.step_runner import StepRunner
 
@@ -212,7 +212,7 @@ class NPUModelRunner:
             is_profile: The memory profile is being taken.
         """
         positions = self.buffers.positions[: execution.descriptor.num_tokens]
-        cos, sin = self.cos_sin.update(self._cos_sin_cache, positions)
+        cos, sin = (None, None) if self._rotary_table is None else self.cos_sin.update(self._rotary_table, positions)
         return create_forward_context(
             self.config,
             self.device_type,
@@ -228,10 +228,10 @@ class NPUModelRunner:
         )
 
     @cached_property
-    def _cos_sin_cache(self) -> torch.Tensor:
-        return next(
-            buffer for name, buffer in self.get_model().named_buffers() if name.rpartition(".")[2] == "cos_sin_cache"
-        )
+    def _rotary_table(self) -> torch.Tensor | None:
+        embeddings = (module for module in self.get_model().modules() if isinstance(module, RotaryEmbedding))
+        embedding = next(embeddings)
+        return embedding.cos_sin_cache if embedding.uses_rows_of_batch else None
 
     def _should_build_dummy_attn_metadata(
         self, *, force_attention: bool, is_profile: bool, cudagraph_runtime_mode: CUDAGraphMode

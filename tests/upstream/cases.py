@@ -42,14 +42,22 @@ class ServingCase(Case):
     Attributes:
         prompts: Token ids of each request's prompt.
         sampling: Settings of upstream's ``SamplingParams``, the same for all requests.
+        each: Settings of each request's beyond those.
         engine_args: Settings of upstream's engine that a scenario does not have.
         values: Of the world.
     """
 
     prompts: tuple[Sequence[int], ...] = ()
     sampling: dict[str, Any] = field(default_factory=dict)
+    each: tuple[dict[str, Any], ...] = ()
     engine_args: dict[str, Any] = field(default_factory=dict)
     values: Literal["shape", "real"] = "shape"
+
+    @property
+    def requests(self) -> list[tuple[Sequence[int], dict[str, Any]]]:
+        """Prompt and sampling of each request."""
+        each = self.each or ({},) * len(self.prompts)
+        return [(prompt, self.sampling | own) for prompt, own in zip(self.prompts, each, strict=True)]
 
 
 SEED = EXAMPLES / "qwen3-30b-a3b-tp2-ep2.toml"

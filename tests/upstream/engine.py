@@ -24,12 +24,14 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from npusim.hook import environment_of_children
 from npusim.world import SimWorld
 from tests.upstream.reference import write_weights
-from xlite_runner.config import ModelConfig, ProfilePolicy, check_and_update_config
+from xlite_runner.config import ProfilePolicy
+from xlite_runner.config.platform import effective_environment
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.simulation import build_world, ledgers
 
@@ -120,9 +122,10 @@ def started(
     Raises:
         Exception: What upstream raises.
     """
-    config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
+    # Not by xlite_runner's rules about models and settings, which are compared with upstream's.
+    settings: Any = SimpleNamespace(seed=scenario.seed, environment=effective_environment(scenario))
     world = build_world(
-        scenario, config, policy_of_installed_release(), lone_rank=rank, values=values, told_values=told_values
+        scenario, settings, policy_of_installed_release(), lone_rank=rank, values=values, told_values=told_values
     )
     child_world = {"profile": scenario.device_profile, "num_devices": scenario.num_ranks}
     # Upstream looks at model classes in a child process.

@@ -4,6 +4,7 @@ Run as a script inside an environment that has vllm and vllm-ascend; prints a li
 
     python -m tests.upstream.jobs start           # every start-up of tests/upstream/cases.py
     python -m tests.upstream.jobs serve 'top-p'   # one of the serving cases
+    python -m tests.upstream.jobs random 10 11 12 # the random cases of some seeds
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 from tests.upstream.cases import CASES, REFUSED, SERVING
 from tests.upstream.engine import import_upstream, start
-from tests.upstream.serving import serve_case
+from tests.upstream.random_cases import random_case
+from tests.upstream.serving import ServingResult, serve_case
 from xlite_runner.scenario import load_scenario
 
 
@@ -41,23 +45,38 @@ class Job:
     work: Callable[[], Any]
 
 
-def start_ups(release: str) -> Iterator[Job]:
+def start_ups(release: str, names: Sequence[str]) -> Iterator[Job]:
     """The start-ups on a release, refused ones at the end."""
     for case in (*CASES, *REFUSED.values()):
-        if release in case.releases:
+        if release in case.releases and (not names or case.name in names):
             scenario = load_scenario(case.scenario, case.settings)
             yield Job(case.name, scenario.device_profile, partial(start, scenario, case.rank))
 
 
-def servings(release: str) -> Iterator[Job]:
+def servings(release: str, names: Sequence[str]) -> Iterator[Job]:
     """The serving cases on a release."""
     for case in SERVING:
-        if release in case.releases:
+        if release in case.releases and (not names or case.name in names):
             scenario = load_scenario(case.scenario, case.settings)
             yield Job(case.name, scenario.device_profile, partial(serve_case, case, scenario))
 
 
-KINDS = {"start": start_ups, "serve": servings}
+def random_jobs(release: str, seeds: Sequence[str]) -> Iterator[Job]:
+    """The random cases of some seeds."""
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [random_case(int(seed), Path(folder)) for seed in seeds]
+    for seed, case in zip(seeds, cases, strict=True):
+        yield Job(case.name, case.settings["device_profile"], partial(serve_random, int(seed)))
+
+
+def serve_random(seed: int) -> ServingResult:
+    """Start and serve the random case of a seed."""
+    with tempfile.TemporaryDirectory(prefix="models") as folder:
+        case = random_case(seed, Path(folder))
+        return serve_case(case, load_scenario(case.scenario, case.settings))
+
+
+KINDS = {"start": start_ups, "serve": servings, "random": random_jobs}
 
 
 JOB_LIMIT_S = 900
@@ -94,8 +113,8 @@ def do(jobs: Iterable[Job], results: TextIO) -> None:
     def do_one(job: Job) -> None:
         try:
             answer = asdict(job.work())
-        except BaseException:  # noqa: BLE001 - whoever reads the line reports it
-            answer = {"error": traceback.format_exc()}
+        except BaseException as error:  # noqa: BLE001 - whoever reads the line reports it
+            answer = {"error": traceback.format_exc(), "type": type(error).__name__, "text": str(error)}
         print(json.dumps({"case": job.name, **answer}), file=results, flush=True)
 
     def do_all(profile: str, some: list[Job]) -> None:
@@ -119,12 +138,12 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("names", nargs="*", help="default: all")
+    parser.add_argument("names", nargs="*", help="of cases, default: all; of random ones the seeds")
     options = parser.parse_args()
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # upstream logs to stdout
     release = version("vllm").removesuffix("+empty")
-    do((job for job in KINDS[options.kind](release) if not options.names or job.name in options.names), results)
+    do(KINDS[options.kind](release, options.names), results)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from npusim.told import ToldTokens
 from npusim.world import SimWorld
 from tests.upstream.cases import Case, ServingCase
 from xlite_runner.config import ModelConfig, ProfilePolicy, RunnerConfig, check_and_update_config
+from xlite_runner.result import RankResult
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.serving.core.request import Request
 from xlite_runner.serving.engine_core import ReplicaStep, ServingEngine
@@ -30,7 +31,11 @@ def configured(case: Case) -> tuple[Scenario, RunnerConfig]:
 def figures_of_runner(case: Case, release: str) -> dict[str, int]:
     """What a start-up measures on the case's rank."""
     scenario, config = configured(case)
-    rank = start(scenario, config, POLICIES[release]).ranks[case.rank]
+    return figures(start(scenario, config, POLICIES[release]).ranks[case.rank])
+
+
+def figures(rank: RankResult) -> dict[str, int]:
+    """Those that are compared."""
     return {
         "weights": rank.weights_bytes,
         "peak_activation": rank.peak_activation_bytes,
@@ -96,12 +101,21 @@ def serve_by_runner(case: ServingCase, release: str) -> dict[str, Any]:
         engine.start()
         world.run_ranks([worker.execute_dummy_batch for worker in engine.workers])
         before = holdings(world, case.rank)
+        available = [worker.memory.available_kv_cache for worker in engine.workers]
         executor = MeasuringExecutor(WorkerExecutor(engine.workers, 1, world.run_ranks), case.rank)
         serving = ServingEngine.from_config(config, engine.kv_cache_configs[0].num_blocks, executor)
-        params = SamplingParams(ignore_eos=True, **case.sampling)
-        requests = [Request(str(i), list(prompt), params) for i, prompt in enumerate(case.prompts)]
+        requests = [
+            Request(str(i), list(prompt), SamplingParams(ignore_eos=True, **sampling))
+            for i, (prompt, sampling) in enumerate(case.requests)
+        ]
         for request in requests:
             serving.add_request(request)
         while serving.has_work:
             serving.step()
-        return {"steps": executor.steps, "before": before, "after": holdings(world, case.rank)}
+        return {
+            "start": figures(engine.result().ranks[case.rank]),
+            "is_limiting": available[case.rank] == min(available),
+            "steps": executor.steps,
+            "before": before,
+            "after": holdings(world, case.rank),
+        }

@@ -8,7 +8,7 @@ Run as a script inside an environment that has vllm and vllm-ascend; prints a li
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from tests.upstream.engine import (
 )
 from tests.upstream.reference import shortfalls
 from tests.upstream.runner_side import holdings
-from xlite_runner.config import ModelConfig
 from xlite_runner.scenario import Scenario, load_scenario
 
 
@@ -77,7 +76,7 @@ def serve_case(case: ServingCase, scenario: Scenario) -> ServingResult:
         Exception: What upstream raises.
     """
     engine_args = {"async_scheduling": False, "max_logprobs": -1, **case.engine_args}
-    told = None if case.values == "real" else ToldTokens(ModelConfig.from_hf(scenario.model).vocab_size)
+    told = None if case.values == "real" else ToldTokens(json.loads(scenario.model.read_text())["vocab_size"])
     with started(scenario, case.rank, values=case.values, told_values=told, engine_args=engine_args) as upstream:
         result = ServingResult(upstream.result, before=holdings(upstream.world, case.rank))
         scheduler, requests = schedule(upstream, case)
@@ -102,14 +101,23 @@ def schedule(upstream: StartedRank, case: ServingCase) -> tuple[Any, list[Any]]:
     config.cache_config.num_gpu_blocks = upstream.plan.num_blocks
     init_none_hash(sha256)
     scheduler = Scheduler(config, upstream.plan, StructuredOutputManager(config), block_size)
-    params = SamplingParams(ignore_eos=True, detokenize=False, **case.sampling)
     requests = [
-        Request(str(i), list(prompt), params.clone(), None, block_hasher=get_request_block_hasher(block_size, sha256))
-        for i, prompt in enumerate(case.prompts)
+        Request(
+            str(i),
+            list(prompt),
+            SamplingParams(ignore_eos=True, detokenize=False, **_with_lists(sampling)),
+            None,
+            block_hasher=get_request_block_hasher(block_size, sha256),
+        )
+        for i, (prompt, sampling) in enumerate(case.requests)
     ]
     for request in requests:
         scheduler.add_request(request)
     return scheduler, requests
+
+
+def _with_lists(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()}
 
 
 def serve(upstream: StartedRank, scheduler: Any) -> Iterator[Step]:

@@ -5,7 +5,7 @@ effective configuration in ``runner_config``.
 """
 
 from xlite_runner.config.engine_args import EngineArgs
-from xlite_runner.config.model_config import Llama3RopeScaling, ModelConfig, MoeConfig
+from xlite_runner.config.model_config import ModelConfig, MoeConfig
 from xlite_runner.config.parallel_config import ParallelConfig
 from xlite_runner.config.platform import check_and_update_config
 from xlite_runner.config.runner_config import (
@@ -27,7 +27,6 @@ __all__ = [
     "CacheConfig",
     "CompilationConfig",
     "EngineArgs",
-    "Llama3RopeScaling",
     "ModelConfig",
     "MoeConfig",
     "ParallelConfig",

@@ -11,10 +11,14 @@ from pydantic import ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, Str
 from pydantic.dataclasses import dataclass
 
 from xlite_runner.config.parallel_config import ParallelConfig
+from xlite_runner.config.rope import DynamicNTKRopeScaling, LinearRopeScaling, RopeScaling, YarnRopeScaling, rope_fields
 from xlite_runner.errors import UnsupportedModelError
 from xlite_runner.validation import explain
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+QWEN3_HEAD_DIM = 128
+"""Of the Hugging Face class, where the file does not say."""
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -22,16 +26,6 @@ DTYPE_SIZES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of one element, by torch's name of the dtype."""
 
 _STRICT = ConfigDict(strict=True, extra="ignore")
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class Llama3RopeScaling:
-    """Frequency scaling of Llama 3.1; it changes the rotary values, no shape."""
-
-    factor: PositiveFloat
-    low_freq_factor: PositiveFloat
-    high_freq_factor: PositiveFloat
-    original_max_position_embeddings: PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -72,7 +66,7 @@ class ModelConfig:
     max_position_embeddings: PositiveInt
     rms_norm_eps: PositiveFloat = 1e-6
     rope_theta: PositiveFloat = 10000.0
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
@@ -112,6 +106,15 @@ class ModelConfig:
         """Bytes of one element of the weights, activations and KV cache."""
         return DTYPE_SIZES[self.dtype]
 
+    @property
+    def derived_max_model_len(self) -> float:
+        """Tokens of the longest sequence that the model is for; its scaling's factor may make it a fraction."""
+        if isinstance(self.rope_scaling, YarnRopeScaling):
+            return self.rope_scaling.original_max_position_embeddings * self.rope_scaling.factor
+        if isinstance(self.rope_scaling, LinearRopeScaling | DynamicNTKRopeScaling):
+            return self.max_position_embeddings * self.rope_scaling.factor
+        return self.max_position_embeddings
+
     def get_num_attention_heads(self, parallel_config: ParallelConfig) -> int:
         """Query heads of one tensor-parallel rank."""
         return self.num_attention_heads // parallel_config.tensor_parallel_size
@@ -148,24 +151,55 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     fields["architecture"] = architecture
     fields["dtype"] = _dtype(hf)
     fields.pop("rope_scaling", None)
-    fields |= _rope(hf)
+    fields |= rope_fields(hf)
     fields["eos_token_ids"] = _eos_token_ids(hf)
     if architecture == "LlamaForCausalLM":
         if hf.get("mlp_bias"):
             raise UnsupportedModelError("mlp_bias = True is not supported; allowed: false")
-        fields.setdefault("num_key_value_heads", hf.get("num_attention_heads"))
         fields["attention_output_bias"] = fields.get("attention_bias", False)
     if architecture == "Qwen2ForCausalLM":
         fields["attention_bias"] = True  # the class has QKV biases, no key says so
-    if hf.get("use_sliding_window"):
-        raise UnsupportedModelError("use_sliding_window = True is not supported; allowed: false")
-    if architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM") and "head_dim" not in fields:
-        hidden_size, num_heads = hf.get("hidden_size"), hf.get("num_attention_heads")
-        if isinstance(hidden_size, int) and isinstance(num_heads, int) and num_heads > 0:
-            fields["head_dim"] = hidden_size // num_heads
-    if architecture == "Qwen3MoeForCausalLM":
-        fields["moe"] = MoeConfig(**{key: hf[key] for key in MoeConfig.__dataclass_fields__ if key in hf})
-    return fields
+    if architecture == "LlamaForCausalLM" or "num_key_value_heads" in hf:  # null, with the other classes
+        fields.setdefault("num_key_value_heads", hf.get("num_attention_heads"))
+    _refuse_what_others_have(hf)
+    return fields | _head_dim(hf, architecture) | _experts(hf, architecture)
+
+
+def _refuse_what_others_have(hf: Mapping[str, Any]) -> None:
+    for key in ("use_sliding_window", "shared_expert_intermediate_size"):
+        if hf.get(key):
+            raise UnsupportedModelError(f"{key} = {hf[key]!r} is not supported; allowed: false, 0 or no such key")
+    for key in ("quantization_config", "compression_config"):
+        if hf.get(key) is not None:
+            raise UnsupportedModelError(
+                f"{key} = {hf[key]!r} is not supported; allowed: weights that are not quantized"
+            )
+
+
+def _head_dim(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The ``head_dim`` that the file says, or the Hugging Face class."""
+    given, derived = hf.get("head_dim"), _derived_head_dim(hf)
+    if given is None and architecture != "LlamaForCausalLM" and "head_dim" in hf:
+        raise UnsupportedModelError("head_dim = None is not supported; allowed: an integer > 0 or no such key")
+    if architecture == "Qwen2ForCausalLM" and given not in (None, derived):
+        # Upstream's layers have the derived one, its buffers and xlite what the file says.
+        raise UnsupportedModelError(f"head_dim = {given!r}: allowed is {derived}, as the class derives it")
+    default = QWEN3_HEAD_DIM if architecture == "Qwen3ForCausalLM" else derived
+    value = default if given is None else given
+    return {} if value is None else {"head_dim": value}
+
+
+def _derived_head_dim(hf: Mapping[str, Any]) -> int | None:
+    hidden_size, num_heads = hf.get("hidden_size"), hf.get("num_attention_heads")
+    if not isinstance(hidden_size, int) or not isinstance(num_heads, int) or num_heads <= 0:
+        return None
+    return hidden_size // num_heads
+
+
+def _experts(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    if architecture != "Qwen3MoeForCausalLM":
+        return {}
+    return {"moe": MoeConfig(**{key: hf[key] for key in MoeConfig.__dataclass_fields__ if key in hf})}
 
 
 def _architecture(hf: Mapping[str, Any]) -> str:
@@ -192,15 +226,3 @@ def _dtype(hf: Mapping[str, Any]) -> object:
     # As upstream's dtype "auto": float32 and no dtype at all become the platform's preferred bfloat16.
     dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     return "bfloat16" if dtype == "float32" else dtype
-
-
-def _rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    # transformers 5 writes rope_parameters, which holds the theta too; earlier versions rope_theta and rope_scaling.
-    parameters = hf.get("rope_parameters") or {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or {})}
-    fields = {"rope_theta": parameters["rope_theta"]} if parameters.get("rope_theta") is not None else {}
-    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-    if rope_type == "llama3":
-        fields["rope_scaling"] = Llama3RopeScaling(**parameters)
-    elif rope_type != "default":
-        raise UnsupportedModelError(f"rope_type = {rope_type!r} is not supported; allowed: default, llama3")
-    return fields

@@ -90,16 +90,16 @@ def check_and_update_config(args: EngineArgs, model: ModelConfig) -> RunnerConfi
         compilation=compilation,
         ascend=AscendConfig(xlite_graph_config=xlite),
         speculative=SpeculativeConfig(num_speculative_tokens) if num_speculative_tokens else None,
-        environment=_environment(args),
+        environment=effective_environment(args),
         seed=args.seed,
         audit=args.audit,
     )
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig) -> int:
-    derived = model.max_position_embeddings
+    derived = model.derived_max_model_len
     if args.max_model_len is None or args.max_model_len <= derived:
-        return args.max_model_len or derived
+        return args.max_model_len or int(derived)
     message = (
         f"User-specified max_model_len ({args.max_model_len}) is greater than the derived max_model_len "
         f"(max_position_embeddings={float(derived)} or model_max_length=None in model's config.json)."
@@ -251,7 +251,8 @@ def _refreshed_block_size(args: EngineArgs, block_size: int, xlite: XliteGraphCo
     return block_size
 
 
-def _environment(args: EngineArgs) -> dict[str, str]:
+def effective_environment(args: EngineArgs) -> dict[str, str]:
+    """The environment variables of an engine: the user's, and what the platform adds to them."""
     alloc_conf = args.environment.get("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     if not any(option in alloc_conf for option in _EXCLUDE_EXPANDABLE_SEGMENTS):
         alloc_conf += ",expandable_segments:True"

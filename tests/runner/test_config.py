@@ -87,6 +87,32 @@ def test_rope_parameters_of_newer_files() -> None:
 
 
 @pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (
+            {"type": "yarn", "factor": 4.0},
+            4 * 131072,
+        ),  # transformers takes max_position_embeddings for the trained length
+        ({"rope_type": "linear", "factor": 2.0}, 262144),
+        ({"rope_type": "dynamic", "factor": 2.0}, 262144),
+        (LLAMA["rope_scaling"], 131072),
+        (None, 131072),
+    ],
+)
+def test_longest_sequence_with_scaled_frequencies(scaling: dict[str, Any] | None, expected: int) -> None:
+    model = ModelConfig.from_hf({**LLAMA, "rope_scaling": scaling})
+    assert model.derived_max_model_len == expected
+    assert check_and_update_config(args(), model).scheduler.max_model_len == expected
+
+
+def test_head_dim_of_the_class() -> None:
+    without = {key: value for key, value in DENSE.items() if key != "head_dim"}
+    assert ModelConfig.from_hf(without).head_dim == 128
+    assert ModelConfig.from_hf({**MOE, "head_dim": 64}).head_dim == 64
+
+
+@pytest.mark.parametrize(
     ("declared", "expected"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
 )
 def test_dtype_auto(declared: str, expected: str) -> None:
@@ -106,8 +132,17 @@ def test_dtype_auto(declared: str, expected: str) -> None:
         ({**DENSE, "num_key_value_heads": 7}, "num_attention_heads (64) must be a multiple of num_key_value_heads (7)"),
         ({**MOE, "num_experts_per_tok": 129}, "num_experts_per_tok (129) must not exceed num_experts (128)"),
         (
-            {**DENSE, "rope_scaling": {"rope_type": "yarn"}},
-            "rope_type = 'yarn' is not supported; allowed: default, lla",
+            {**DENSE, "rope_scaling": {"rope_type": "longrope"}},
+            "rope_type = 'longrope' is not supported; allowed: default, llama3, yarn, linear, dynamic",
+        ),
+        ({**DENSE, "rope_scaling": {"rope_type": "yarn"}}, 'missing key "factor"'),
+        ({**DENSE, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; allowed: 1"),
+        ({**DENSE, "head_dim": None}, "head_dim = None is not supported; allowed: an integer > 0 or no such key"),
+        ({**LLAMA, "architectures": ["Qwen2ForCausalLM"], "head_dim": 64}, "head_dim = 64: allowed is 128, as the cla"),
+        ({**MOE, "shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is not supported; all"),
+        (
+            {**DENSE, "quantization_config": {"quant_method": "fp8"}},
+            "quantization_config = {'quant_method': 'fp8'} is not supported; allowed: weights that are not quantized",
         ),
         ({**DENSE, "use_sliding_window": True}, "use_sliding_window = True is not supported; allowed: false"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias = True is not supported; allowed: false"),

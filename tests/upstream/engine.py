@@ -181,8 +181,9 @@ def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: 
 
 
 def engine_config(scenario: Scenario, model: Path, engine_args: Mapping[str, Any]) -> Any:
-    """Upstream's configuration of a scenario, after the platform's rules."""
+    """Upstream's configuration of a scenario, after the platform's rules; defaults are those of ``vllm serve``."""
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
     optional = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes",
                 "num_gpu_blocks_override")  # fmt: skip
@@ -205,7 +206,7 @@ def engine_config(scenario: Scenario, model: Path, engine_args: Mapping[str, Any
         **given,
         **engine_args,
     )
-    return arguments.create_engine_config()
+    return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from tests.upstream.cases import DECODE_ONLY, FULL, OFF, ServingCase
 MIB, GIB = 1 << 20, 1 << 30
 DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MOE = "Qwen3MoeForCausalLM"
+SEEDS = (5, 6, 8)
+"""A few that start, for every day."""
 MODEL_TYPES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",

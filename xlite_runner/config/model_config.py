@@ -17,6 +17,7 @@ from xlite_runner.validation import explain
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
+VOCAB_PADDING_SIZE = 64
 QWEN3_HEAD_DIM = 128
 """Of the Hugging Face class, where the file does not say."""
 
@@ -105,6 +106,11 @@ class ModelConfig:
     def dtype_size(self) -> int:
         """Bytes of one element of the weights, activations and KV cache."""
         return DTYPE_SIZES[self.dtype]
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding on all tensor-parallel ranks together."""
+        return -(-self.vocab_size // VOCAB_PADDING_SIZE) * VOCAB_PADDING_SIZE
 
     @property
     def derived_max_model_len(self) -> float:

@@ -72,6 +72,7 @@ def check_and_update_config(args: EngineArgs, model: ModelConfig) -> RunnerConfi
     block_size = args.block_size or DEFAULT_BLOCK_SIZE
     xlite = _xlite_graph_config(args, block_size)
     compilation = _compilation_config(args, scheduler, xlite)
+    _verify_launch_blocking(args, compilation)
     if xlite.enabled:
         logger.info("openEuler Xlite enabled. See: https://atomgit.com/openeuler/GVirt/tree/master/xlite")
     num_speculative_tokens = args.num_speculative_tokens
@@ -168,6 +169,9 @@ def _verify_with_parallel_config(model: ModelConfig, parallel: ParallelConfig) -
     if parallel.enable_expert_parallel and model.moe is None:
         raise ValueError("Number of experts in the model must be greater than 0 when expert parallelism is enabled.")
     # Most of the rest are bare assertions deep in upstream's model code.
+    _require_multiple(
+        "vocab_size, padded to 64 times a number,", model.padded_vocab_size, "tensor_parallel_size", tp_size
+    )
     num_kv_heads = model.num_key_value_heads
     if num_kv_heads % tp_size and tp_size % num_kv_heads:
         raise UnsupportedModelError(
@@ -184,6 +188,18 @@ def _verify_with_parallel_config(model: ModelConfig, parallel: ParallelConfig) -
             f"Tensor parallel size {tp_size} is greater than the number of experts {model.moe.num_experts}."
         )
     _require_multiple("num_experts", model.moe.num_experts, "expert parallel size", parallel.moe_ep_size)
+
+
+def _verify_launch_blocking(args: EngineArgs, compilation: CompilationConfig) -> None:
+    if (
+        compilation.cudagraph_mode is not CUDAGraphMode.NONE
+        and args.environment.get("ASCEND_LAUNCH_BLOCKING", "0") == "1"
+    ):
+        raise ValueError(
+            "ACL graph is incompatible with ASCEND_LAUNCH_BLOCKING=1. Please unset ASCEND_LAUNCH_BLOCKING or set it to "
+            "0. If you need ASCEND_LAUNCH_BLOCKING for debugging, consider other methods — for example, check the plog "
+            "files (default: $HOME/ascend/log/debug) for more information about runtime errors."
+        )
 
 
 def _require_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:

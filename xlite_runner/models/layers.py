@@ -14,7 +14,6 @@ from xlite_runner.config import RunnerConfig
 from xlite_runner.forward_context import AscendDeviceType
 from xlite_runner.parallel_state import ParallelState
 
-VOCAB_PADDING_SIZE = 64
 ACL_FORMAT_FRACTAL_NZ = 29
 
 _TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -138,14 +137,13 @@ class RowParallelLinear(LinearBase):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The token embedding, split by vocabulary; padded to a multiple of 64 rows."""
+    """The token embedding, split by vocabulary, which is padded."""
 
     def __init__(self, build: BuildContext) -> None:
         super().__init__()
         model, self.group = build.config.model, build.parallel.tp
         self.org_vocab_size = model.vocab_size
-        padded_size = -(-model.vocab_size // VOCAB_PADDING_SIZE) * VOCAB_PADDING_SIZE
-        self.num_embeddings_per_partition = padded_size // self.group.world_size
+        self.num_embeddings_per_partition = model.padded_vocab_size // self.group.world_size
         self.vocab_start_index = min(self.group.rank_in_group * self.num_embeddings_per_partition, model.vocab_size)
         self.vocab_end_index = min(self.vocab_start_index + self.num_embeddings_per_partition, model.vocab_size)
         self.weight = build.weight(self.num_embeddings_per_partition, model.hidden_size)

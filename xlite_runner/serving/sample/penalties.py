@@ -49,10 +49,11 @@ def apply_penalties(
 
 
 def _token_counts_and_mask(token_ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each token occurs in each row, int32, and whether it does; ids beyond the vocabulary are padding."""
-    counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
-    is_token = (token_ids < logits.shape[1]).to(torch.int32)
-    counts.scatter_add_(1, token_ids.clamp(max=logits.shape[1] - 1), is_token)
+    """How often each token occurs in each row, int32, and whether it does; padding is counted beside the vocabulary."""
+    num_rows, vocab_size = logits.shape
+    counts = torch.zeros((num_rows, vocab_size + 1), dtype=torch.int32, device=logits.device)
+    counts.scatter_add_(1, token_ids, counts.new_ones(1).expand(token_ids.shape))
+    counts = counts[:, :vocab_size]
     return counts, counts > 0
 
 

@@ -23,7 +23,7 @@ from xlite_runner.serving.sample.sampler import (
     exponential_noise,
     gather_logprobs,
 )
-from xlite_runner.serving.sample.sampling_metadata import SamplingMetadata
+from xlite_runner.serving.sample.sampling_metadata import SamplingMetadata, uploaded_places
 from xlite_runner.serving.worker.host_twin import to_device
 from xlite_runner.serving.worker.step_inputs import SpecDecodeMetadata
 
@@ -113,7 +113,9 @@ class RejectionSampler:
         if metadata.allowed_token_ids_mask is not None:
             logits.masked_fill_(metadata.allowed_token_ids_mask[rows], -float("inf"))
         if metadata.min_tokens is not None:
-            self._sampler.forbid(logits, *_places_behind_drafts(metadata, spec))
+            target_rows, tokens = _places_behind_drafts(metadata, spec)
+            if target_rows:
+                logits.index_put_(uploaded_places(target_rows, tokens, logits.device), self._sampler.neg_inf)
 
 
 def _places_behind_drafts(metadata: SamplingMetadata, spec: SpecDecodeMetadata) -> tuple[list[int], list[int]]:

@@ -81,22 +81,10 @@ class Sampler:
         """What can change the most probable token; in place on float32 logits."""
         if metadata.allowed_token_ids_mask is not None:
             logits.masked_fill_(metadata.allowed_token_ids_mask, -float("inf"))
-        if metadata.min_tokens is not None:
-            rows, tokens = metadata.min_tokens.places()
-            self.forbid(logits, rows, tokens)
+        if metadata.min_tokens is not None and metadata.min_tokens.forbidden is not None:
+            logits.index_put_(metadata.min_tokens.forbidden, self.neg_inf)
         if metadata.penalties is not None:
             apply_penalties(logits, metadata.penalties, output_token_ids)
-
-    def forbid(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Forbid tokens in rows, in place."""
-        if rows:
-            places = tuple(
-                torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=True).to(
-                    logits.device, non_blocking=True
-                )
-                for values in (rows, tokens)
-            )
-            logits.index_put_(places, self.neg_inf)
 
     def sample(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Tokens, [rows] int64; changes the float32 logits."""
@@ -195,5 +183,6 @@ def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.
     token_ids = token_ids.unsqueeze(-1)
     token_logprobs = logprobs.gather(-1, token_ids)
     ranks = (logprobs >= token_logprobs).sum(-1)
-    ids = torch.cat((token_ids, top_ids), dim=1).to(torch.int32)
-    return LogprobsTensors(ids, torch.cat((token_logprobs, top_logprobs), dim=1), ranks)
+    ids = torch.cat((token_ids, top_ids), dim=1)
+    logprobs = torch.cat((token_logprobs, top_logprobs), dim=1)  # as upstream, beside the ids in int64
+    return LogprobsTensors(ids.to(torch.int32), logprobs, ranks)

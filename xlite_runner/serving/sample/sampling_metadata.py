@@ -24,7 +24,7 @@ class Penalties:
     output_token_ids: Sequence[Sequence[int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MinTokens:
     """Rows that may not end yet.
 
@@ -32,11 +32,22 @@ class MinTokens:
         stop_token_ids: Tokens that would end a row, by row.
         min_tokens: Output tokens before which they are forbidden, by row.
         output_token_ids: Output so far, by row.
+        forbidden: Rows and tokens on the device, each [places] int32, as of the last :meth:`refresh`; None if there
+            are none. They stay there between steps.
     """
 
     stop_token_ids: Mapping[int, Sequence[int]]
     min_tokens: Mapping[int, int]
     output_token_ids: Sequence[Sequence[int]]
+    forbidden: tuple[torch.Tensor, ...] | None = None
+    _places: tuple[list[int], list[int]] = field(default=([], []), init=False)
+
+    def refresh(self, device: torch.device) -> None:
+        """Bring what is forbidden now to the device, if that has changed."""
+        places = self.places()
+        if places != self._places:
+            self._places = places
+            self.forbidden = uploaded_places(*places, device) if places[0] else None
 
     def places(self) -> tuple[list[int], list[int]]:
         """Rows and tokens that are forbidden now."""
@@ -47,6 +58,14 @@ class MinTokens:
                 rows.extend([row] * len(token_ids))
                 tokens.extend(token_ids)
         return rows, tokens
+
+
+def uploaded_places(rows: Sequence[int], tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Places in logits as indices on the device, each [places] int32."""
+    return tuple(
+        torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=True).to(device, non_blocking=True)
+        for values in (rows, tokens)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

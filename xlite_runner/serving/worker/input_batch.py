@@ -110,10 +110,12 @@ class InputBatch:
 
     def _set_sampling_params(self, row: int, request: CachedRequestState) -> None:
         params = request.sampling_params
-        self.temperature.np[row] = 0.0 if params.is_greedy else params.temperature
-        self.top_p.np[row] = params.top_p
-        self.top_k.np[row] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
-        self.min_p.np[row] = params.min_p
+        is_greedy = params.is_greedy  # then the filters count as not given
+        self.temperature.np[row] = 0.0 if is_greedy else params.temperature
+        self.top_p.np[row] = 1.0 if is_greedy else params.top_p
+        keeps_all = is_greedy or not 0 < params.top_k < self._vocab_size
+        self.top_k.np[row] = self._vocab_size if keeps_all else params.top_k
+        self.min_p.np[row] = 0.0 if is_greedy else params.min_p
         self.frequency_penalties.np[row] = params.frequency_penalty
         self.presence_penalties.np[row] = params.presence_penalty
         self.repetition_penalties.np[row] = params.repetition_penalty
@@ -247,10 +249,12 @@ class InputBatch:
     # ---- sampling metadata
 
     def refresh_metadata(self) -> None:
-        """Bring :attr:`sampling_metadata` up to date, if rows have changed since."""
+        """Bring :attr:`sampling_metadata` up to date, if rows have changed since; and what depends on their output."""
         if self._changed:
             self._changed = False
             self.sampling_metadata = self._make_sampling_metadata()
+        if self.sampling_metadata.min_tokens is not None:
+            self.sampling_metadata.min_tokens.refresh(self._device)
 
     @property
     def must_upload_metadata(self) -> bool:

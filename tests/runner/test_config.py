@@ -144,6 +144,10 @@ def test_dtype_auto(declared: str, expected: str) -> None:
             {**DENSE, "quantization_config": {"quant_method": "fp8"}},
             "quantization_config = {'quant_method': 'fp8'} is not supported; allowed: weights that are not quantized",
         ),
+        (
+            {**MOE, "num_hidden_layers": 2, "mlp_only_layers": [0, 1]},
+            "No Qwen3MoE layer found in the model.layers. mlp",
+        ),
         ({**DENSE, "use_sliding_window": True}, "use_sliding_window = True is not supported; allowed: false"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias = True is not supported; allowed: false"),
         ({**LLAMA, "torch_dtype": "int8"}, "dtype = 'int8': Input should be 'bfloat16', 'float16' or 'float32'"),
@@ -328,6 +332,20 @@ def test_expandable_segments_are_the_normal_mode(given: str, effective: str) -> 
             args(tensor_parallel_size=4),
             UnsupportedModelError,
             "num_key_value_heads (10) must be a multiple or a divisor of tensor_parallel_size (4)",
+        ),
+        (
+            {**DENSE, "vocab_size": 512, "num_attention_heads": 7, "num_key_value_heads": 1},
+            args(tensor_parallel_size=7),
+            UnsupportedModelError,
+            "vocab_size, padded to 64 times a number, (512) must be a multiple of tensor_parallel_size (7)",
+        ),
+        (
+            DENSE,
+            args(environment={"ASCEND_LAUNCH_BLOCKING": "1"}),
+            ValueError,
+            "ACL graph is incompatible with ASCEND_LAUNCH_BLOCKING=1. Please unset ASCEND_LAUNCH_BLOCKING or set it to 0. "
+            "If you need ASCEND_LAUNCH_BLOCKING for debugging, consider other methods — for example, check the plog files "
+            "(default: $HOME/ascend/log/debug) for more information about runtime errors.",
         ),
         (
             {**DENSE, "intermediate_size": 129},

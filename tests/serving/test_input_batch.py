@@ -68,8 +68,8 @@ def check(batch, present):
         assert batch.block_table.np[row].tolist()[:2] == one.block_ids
         assert not batch.block_table.np[row, 2:].any()
         assert batch.temperature.np[row] == pytest.approx(0 if name % 3 == 0 else params.temperature)
-        assert batch.top_p.np[row] == pytest.approx(params.top_p)
-        assert batch.top_k.np[row] == (name % 4 or DENSE["vocab_size"])
+        assert batch.top_p.np[row] == pytest.approx(1 if params.is_greedy else params.top_p)
+        assert batch.top_k.np[row] == ((not params.is_greedy and name % 4) or DENSE["vocab_size"])
     assert not batch.block_table.np[len(present) :].any(), "free rows name the null block"
     check_metadata(batch, [batch.requests[row].sampling_params for row in range(len(present))])
 
@@ -82,8 +82,8 @@ def check_metadata(batch, rows):
     greedy = [params.temperature == 0 for params in rows]
     assert (made.all_greedy, made.all_random) == (all(greedy), not any(greedy))
     assert (made.temperature is None) == all(greedy)
-    assert (made.top_p is None) == all(params.top_p == 1 for params in rows)
-    assert (made.top_k is None) == all(params.top_k == 0 for params in rows)
+    assert (made.top_p is None) == all(params.is_greedy or params.top_p == 1 for params in rows)
+    assert (made.top_k is None) == all(params.is_greedy or params.top_k == 0 for params in rows)
     assert (made.penalties is None) == all(params.frequency_penalty == 0 for params in rows)
     assert made.max_num_logprobs == max((p.logprobs for p in rows if p.logprobs is not None), default=None)
     seeded = [row for row, params in enumerate(rows) if params.seed is not None and params.temperature]
@@ -131,6 +131,23 @@ def test_new_requests_fill_gaps_and_the_last_move_up(npu_world):
     batch.add_request(requests[5])
     batch.condense()
     assert [one.req_id for one in batch.requests] == ["r0", "r5", "r4"]
+
+
+@pytest.mark.needs("values")
+def test_forbidden_ends_stay_on_the_device_until_the_minimal_length(npu_world):
+    batch, one = make_batch(), request(1)
+    one.sampling_params = SamplingParams(min_tokens=3, stop_token_ids=(5, 6))
+    batch.add_request(one)
+    batch.refresh_metadata()
+    minimum = batch.sampling_metadata.min_tokens
+    first = minimum.forbidden
+    assert [part.tolist() for part in first] == [[0, 0, 0], [5, 6, 7]]  # its stop tokens, and EOS
+    batch.append_output(0, [7])
+    batch.refresh_metadata()
+    assert minimum.forbidden is first
+    batch.append_output(0, [7])
+    batch.refresh_metadata()
+    assert minimum.forbidden is None
 
 
 def test_metadata_is_made_anew_only_when_rows_changed(npu_world):

@@ -35,6 +35,7 @@ ROWS = [
     ("top-k and top-p, min-p", A2, TOP_K | TOP_P | {"min_p": 0.1}, 18, MASK),
     ("top-p, penalties", A2, TOP_P | PENALTY, 18, MASK),
     ("greedy with logprobs", A2, GREEDY | {"logprobs": 5}, 11, 0),
+    ("greedy with all logprobs", A2, GREEDY | {"logprobs": -1}, 38, 0),
     ("top-p with logprobs", A2, TOP_P | {"logprobs": 5}, 22, MASK),
     ("greedy, penalties", A2, GREEDY | PENALTY, 16, 0),
     ("top-k by torch", A5, TOP_K, 23, 0),

@@ -82,6 +82,11 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})"
             )
+        if self.moe is not None and not any(map(self.is_moe_layer, range(self.num_hidden_layers))):
+            raise ValueError(
+                f"No Qwen3MoE layer found in the model.layers. mlp_only_layers = {list(self.moe.mlp_only_layers)} and "
+                f"decoder_sparse_step = {self.moe.decoder_sparse_step} must leave one of {self.num_hidden_layers}"
+            )
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | Path) -> ModelConfig:

@@ -318,6 +318,13 @@ def test_expandable_segments_are_the_normal_mode(given: str, effective: str) -> 
     assert config.environment == {"PYTORCH_NPU_ALLOC_CONF": effective}
 
 
+LAUNCH_BLOCKING = (
+    "ACL graph is incompatible with ASCEND_LAUNCH_BLOCKING=1. Please unset ASCEND_LAUNCH_BLOCKING or set it to 0. If you "
+    "need ASCEND_LAUNCH_BLOCKING for debugging, consider other methods — for example, check the plog files (default: "
+    "$HOME/ascend/log/debug) for more information about runtime errors."
+)
+
+
 @pytest.mark.parametrize(
     ("hf", "settings", "error", "message"),
     [
@@ -343,9 +350,7 @@ def test_expandable_segments_are_the_normal_mode(given: str, effective: str) -> 
             DENSE,
             args(environment={"ASCEND_LAUNCH_BLOCKING": "1"}),
             ValueError,
-            "ACL graph is incompatible with ASCEND_LAUNCH_BLOCKING=1. Please unset ASCEND_LAUNCH_BLOCKING or set it to 0. "
-            "If you need ASCEND_LAUNCH_BLOCKING for debugging, consider other methods — for example, check the plog files "
-            "(default: $HOME/ascend/log/debug) for more information about runtime errors.",
+            LAUNCH_BLOCKING,
         ),
         (
             {**DENSE, "intermediate_size": 129},

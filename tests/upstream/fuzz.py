@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import tempfile
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.upstream.cases import RELEASES, ServingCase
-from tests.upstream.conftest import VARIABLE, run_upstream
+from tests.upstream.conftest import run_upstream
+from tests.upstream.environment import Environment, UpstreamNotFoundError
 from tests.upstream.random_cases import random_case
 from tests.upstream.runner_side import serve_by_runner
 from xlite_runner.errors import XliteRunnerError
@@ -69,6 +69,8 @@ def _refused(error: Exception, theirs: Mapping[str, Any]) -> Verdict:
         if is_own:
             return Verdict("not supported", (text,))
         return Verdict("different", (f"only xlite_runner refuses: {text}\n{traceback.format_exc()}",))
+    if "text" not in theirs:  # its process ended otherwise
+        return Verdict("different", (text, theirs["error"]))
     both = (f"xlite_runner: {text}", f"upstream: {theirs['type']}: {theirs['text']}")
     if is_own or _same_text(str(error), theirs["text"]):
         return Verdict("both refuse", both)
@@ -138,12 +140,12 @@ def main() -> None:
     parser.add_argument("end", type=int, help="seed after the last one")
     parser.add_argument("--release", choices=RELEASES, default=RELEASES[-1])
     options = parser.parse_args()
-    if VARIABLE not in os.environ:
-        sys.exit(f"{VARIABLE} is not set; tests/upstream/make_environment.sh FOLDER makes one")
+    try:
+        environment = Environment.given().folder
+    except UpstreamNotFoundError as error:
+        sys.exit(str(error))
     counts: Counter[str] = Counter()
-    for seed, result in verdicts(
-        Path(os.environ[VARIABLE]).resolve(), options.release, range(options.first, options.end)
-    ):
+    for seed, result in verdicts(environment, options.release, range(options.first, options.end)):
         counts[result.kind] += 1
         print(f"{seed}: {result.kind}", *result.details, sep="\n    ", flush=True)
     print(", ".join(f"{number} {kind}" for kind, number in counts.most_common()))

@@ -319,9 +319,9 @@ def test_expandable_segments_are_the_normal_mode(given: str, effective: str) -> 
 
 
 LAUNCH_BLOCKING = (
-    "ACL graph is incompatible with ASCEND_LAUNCH_BLOCKING=1. Please unset ASCEND_LAUNCH_BLOCKING or set it to 0. If you "
-    "need ASCEND_LAUNCH_BLOCKING for debugging, consider other methods — for example, check the plog files (default: "
-    "$HOME/ascend/log/debug) for more information about runtime errors."
+    "ACL graph is incompatible with ASCEND_LAUNCH_BLOCKING=1. Please unset ASCEND_LAUNCH_BLOCKING or set it to 0. "
+    "If you need ASCEND_LAUNCH_BLOCKING for debugging, consider other methods — for example, check the plog files "
+    "(default: $HOME/ascend/log/debug) for more information about runtime errors."
 )
 
 

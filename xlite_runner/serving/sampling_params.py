@@ -10,20 +10,22 @@ _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _FLOAT32_MAX = 3.4028234663852886e38
 
 SAMPLING_EPS = 1e-5
-"""Below this temperature vLLM samples greedily."""
+"""Below this temperature vLLM's sampler takes the most probable token."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this one to it."""
 
 
 class SamplingParams(BaseModel):
     """One request's sampling parameters.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; above 0 it counts as at least 0.01.
         top_p: Share of probability that is kept; 1 keeps all.
         top_k: Number of tokens that are kept; 0 and -1 keep all.
         min_p: Least probability that is kept, relative to the most probable token's.
         logprobs: Log probabilities to report for each output token; -1 is the whole vocabulary, None none.
         prompt_logprobs: The same for each token of the prompt.
-        seed: Of a generator of the request's own; None uses the device's.
+        seed: Of a generator of the request's own; None and -1 use the device's.
         max_tokens: Most output tokens.
         min_tokens: Output tokens before which neither EOS nor a stop token ends the request.
         ignore_eos: EOS does not end the request.
@@ -52,7 +54,12 @@ class SamplingParams(BaseModel):
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is taken; the filters then have no effect."""
-        return self.temperature < SAMPLING_EPS
+        return self.temperature == 0
+
+    @property
+    def effective_temperature(self) -> float:
+        """What the sampler divides logits by; 0 is greedy."""
+        return 0.0 if self.is_greedy else max(self.temperature, LEAST_TEMPERATURE)
 
     def verify(self, vocab_size: int) -> None:
         """Check what only a model can tell.

@@ -111,7 +111,7 @@ class InputBatch:
     def _set_sampling_params(self, row: int, request: CachedRequestState) -> None:
         params = request.sampling_params
         is_greedy = params.is_greedy  # then the filters count as not given
-        self.temperature.np[row] = 0.0 if is_greedy else params.temperature
+        self.temperature.np[row] = params.effective_temperature
         self.top_p.np[row] = 1.0 if is_greedy else params.top_p
         keeps_all = is_greedy or not 0 < params.top_k < self._vocab_size
         self.top_k.np[row] = self._vocab_size if keeps_all else params.top_k

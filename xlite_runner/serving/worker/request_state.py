@@ -39,7 +39,7 @@ class CachedRequestState:
         """The state of a request that the scheduler announces."""
         seed = data.sampling_params.seed
         generator = None
-        if seed is not None and not data.sampling_params.is_greedy:
+        if seed not in (None, -1) and not data.sampling_params.is_greedy:
             generator = torch.Generator(device=device)
             generator.manual_seed(seed)
         return cls(

@@ -8,11 +8,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.stubcann.build import runs_on_the_stub
 
 # Tiny tensors gain nothing from threads, which wait for each other where several processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, and no example fails for a busy machine; --hypothesis-profile=default explores.
+settings.register_profile("reproducible", derandomize=True, deadline=None, database=None)
+settings.load_profile("reproducible")
 
 pytest_plugins = ["npusim.pytest_plugin", "npusim.device_option", "pytester"]
 

@@ -6,6 +6,7 @@ that takes time; the simulated device enters a process when it was chosen for th
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from npusim.errors import MarkerError
+from npusim.errors import NpusimError
 from npusim.testing import marks
 from npusim.testing.capabilities import Hooks, capabilities, own_capabilities
-from npusim.testing.choice import DEVICES, Choice, prepare, prepare_early, read_choice, require_sim
+from npusim.testing.choice import DEVICES, Choice, prepare, prepare_early, prepare_folder, read_choice, require_sim
 from npusim.testing.summary import Summary
 
 if TYPE_CHECKING:
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 
     from npusim.testing.faults import NpuFaults
     from npusim.testing.memory import NpuMemory
+    from npusim.testing.recorder import Recorder
     from npusim.testing.watch import Watch
     from npusim.world import SimWorld
 
 _CHOICE = pytest.StashKey[Choice]()
-_MARKER_ERROR = pytest.StashKey[MarkerError]()
+_RECORDINGS = pytest.StashKey[Path | None]()
+_MARKER_ERROR = pytest.StashKey[str]()
 _WATCH = pytest.StashKey["Watch"]()
 
 
@@ -43,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--npusim-device",
         choices=DEVICES,
+        dest="npusim_device",  # said, since npusim.device_option shares it
         help="sim: the simulated device; npu: real torch_npu on an Ascend card (default: sim, when a test asks for it)",
     )
     group.addoption("--npusim-profile", metavar="NAME", help="kind of simulated device (default: a3-64g)")
@@ -57,7 +61,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--npusim-record",
         metavar="DIR",
-        type=Path,
         help="write what the device did in each test to DIR, for python -m npusim replay and calibrate",
     )
     for name in ("npusim_device", "npusim_profile", "npusim_seed"):
@@ -77,7 +80,19 @@ def pytest_configure(config: pytest.Config) -> None:
     choice = read_choice(config, config.option)
     config.stash[_CHOICE] = choice
     prepare(choice)
+    config.stash[_RECORDINGS] = _prepare_recordings(config)
     config.pluginmanager.register(Summary(choice.device), "npusim_summary")
+
+
+def _prepare_recordings(config: pytest.Config) -> Path | None:
+    name: str | None = config.option.npusim_record
+    if name is None:
+        return None
+    if not name:
+        raise pytest.UsageError("--npusim-record needs the name of a folder, got ''")
+    folder = config.invocation_params.dir / name  # absolute, for tests that change the working directory
+    prepare_folder(folder)
+    return folder
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -97,8 +112,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         try:
             reason = marks.skip_reason(item, choice, known)
-        except MarkerError as error:
-            item.stash[_MARKER_ERROR] = error
+            marks.check(item, choice)
+        except NpusimError as error:
+            item.stash[_MARKER_ERROR] = str(error)
             continue
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -109,7 +125,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test whose markers are wrong; a usage error would not get through to the user from a worker process."""
     if _MARKER_ERROR in item.stash:
-        pytest.fail(str(item.stash[_MARKER_ERROR]), pytrace=False)
+        pytest.fail(item.stash[_MARKER_ERROR], pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -123,12 +139,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         result = yield
     finally:
         item.user_properties.extend(watch.properties())
-        if item.config.option.npusim_record is not None:
-            item.user_properties.extend(watch.after_call(item.nodeid, item.config.option.npusim_record))
+        if watch.recorder is not None:
+            item.user_properties.append(_write_recording(item, watch.recorder))
     complaints = list(watch.complaints(item.config.rootpath))
     if complaints:
         pytest.fail("\n\n".join(complaints), pytrace=False)
     return result
+
+
+def _write_recording(item: pytest.Item, recorder: Recorder) -> tuple[str, str]:
+    folder = item.config.stash[_RECORDINGS]
+    assert folder is not None
+    reason = recorder.write(folder, item.nodeid)
+    return ("npusim_not_recorded", reason) if reason else ("npusim_recorded", item.config.option.npusim_record)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -146,7 +169,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(autouse=True)
 def _npusim_memory_markers(request: pytest.FixtureRequest) -> None:
     """Tests with a memory marker have their memory watched, also if they do not use the fixture."""
-    if any(request.node.get_closest_marker(name) for name in ("npu_memory_limit", "npu_leaks_nothing")):
+    if any(map(request.node.get_closest_marker, marks.MEMORY_MARKERS)):
         request.getfixturevalue("npu_memory")
 
 
@@ -166,10 +189,22 @@ def npu_world(request: pytest.FixtureRequest) -> Iterator[SimWorld | None]:
         yield from _watched(request, choice, None, settings["seed"])
         return
     require_sim()
+    with _make_world(settings) as world:
+        yield from _watched(request, choice, world, settings["seed"])
+
+
+def _make_world(settings: Mapping[str, Any]) -> SimWorld:
     from npusim.world import SimWorld
 
-    with SimWorld(**settings) as world:
-        yield from _watched(request, choice, world, settings["seed"])
+    known = inspect.signature(SimWorld).parameters
+    strangers = ", ".join(sorted(settings.keys() - known))
+    if strangers:
+        pytest.fail(f"npu_settings: not an argument of npusim.SimWorld: {strangers}", pytrace=False)
+    try:
+        return SimWorld(**settings)
+    except (NpusimError, ValueError) as error:  # the vendor's complaints about environment variables are bare ones
+        message = f"npu_world cannot be made as the markers say: {error}"
+    pytest.fail(message, pytrace=False)
 
 
 def _watched(
@@ -182,7 +217,7 @@ def _watched(
     from npusim.testing.watch import Watch
 
     watch = request.node.stash[_WATCH] = Watch(choice, world)
-    if request.config.option.npusim_record is not None:
+    if request.config.stash[_RECORDINGS] is not None:
         environment = os.environ if world is None else world.environment
         watch.recorder = Recorder(memory.begin(), world, environment)
     host_state = torch.get_rng_state()

@@ -84,8 +84,13 @@ class SimWorld:
         _check_choice("values", values, ("shape", "real"))
         _check_choice("torch_npu_version", torch_npu_version, tuple(TORCH_NPU_VERSIONS))
         _check_choice("xlite_version", xlite_version, tuple(XLITE_VERSIONS))
-        if num_devices < 1:
-            raise WorldError(f"num_devices must be at least 1, got {num_devices}")
+        _check_whole("num_devices", num_devices, at_least=1)
+        _check_whole("seed", seed)
+        if lone_rank is not None:
+            _check_whole("lone_rank", lone_rank)
+        _check_type("host_costs", host_costs, HostCosts, "npusim.device.cost.HostCosts")
+        if environment is not None:
+            _check_environment(environment)
         self.profile = load_profile(profile) if isinstance(profile, str) else profile
         self.environment = dict(os.environ if environment is None else environment)
         self.xlite_version = xlite_version
@@ -99,6 +104,7 @@ class SimWorld:
         totals = _per_device("total_bytes", total_bytes, num_devices)
         frees = _per_device("free_bytes", free_bytes, num_devices)
         others = _per_device("other_processes", other_processes or {}, num_devices)
+        _check_memory(totals, frees, others)
         self.cards = [
             Card(
                 index,
@@ -183,6 +189,35 @@ class SimWorld:
 def _check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
     if choice not in choices:
         raise WorldError(f"{name} must be one of {', '.join(choices)}, got {choice!r}")
+
+
+def _check_type(name: str, value: object, wanted: type | tuple[type, ...], shown: str) -> None:
+    if not isinstance(value, wanted):
+        raise WorldError(f"{name} must be {shown}, got {value!r}")
+
+
+def _check_whole(name: str, number: object, at_least: int = 0) -> None:
+    if type(number) is not int or number < at_least:
+        raise WorldError(f"{name} must be a whole number of at least {at_least}, got {number!r}")
+
+
+def _check_environment(environment: object) -> None:
+    _check_type("environment", environment, Mapping, "variables by name")
+    assert isinstance(environment, Mapping)
+    for name, value in environment.items():
+        _check_type(f"the variable {name!r}", value, str, "a text")
+
+
+def _check_memory(totals: Sequence[object], frees: Sequence[object], others: Sequence[object]) -> None:
+    for name, sizes in (("total_bytes", totals), ("free_bytes", frees)):
+        for size in sizes:
+            if size is not None:
+                _check_whole(name, size)
+    for processes in others:
+        _check_type("other_processes", processes, Mapping, "bytes by name")
+        assert isinstance(processes, Mapping)
+        for name, size in processes.items():
+            _check_whole(f"other_processes[{name!r}]", size)
 
 
 def _ranks(lone_rank: int | None, store: Store | None, clock: Clock) -> Ranks:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import re
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,8 @@ from npusim.installation import VENDOR_PATH, expose_doubles, is_double
 
 DEVICES = ("sim", "npu")
 DIGEST_LENGTH = 12
+MAX_SEED = (1 << 64) - 1  # the largest that torch.manual_seed takes
+_TOKEN = re.compile("(.+?):([0-9]+)(?::([0-9a-f]{1,64}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class Choice:
         explicit: Whether somebody chose the device; if nobody did, nothing happens before a test asks for one.
         profile: Kind of simulated device.
         seed: Seed of the simulated devices' and torch's generators.
-        replayed_digest: The event log's digest that a replayed test must have; empty: any.
+        replayed_digest: What the event log's digest of a replayed test must begin with; empty: any.
     """
 
     device: str
@@ -63,14 +68,18 @@ def read_choice(config: pytest.Config, options: argparse.Namespace) -> Choice:
     profile = _setting(config, options, "npusim_profile") or "a3-64g"
     seed = _setting(config, options, "npusim_seed") or "0"
     digest = ""
-    token = getattr(options, "npusim_replay", None)
-    if token is not None:
-        profile, seed, digest = [*token.split(":"), "", ""][:3]
     if device not in (None, "", *DEVICES):
         raise pytest.UsageError(f"npusim_device should be one of {', '.join(DEVICES)}, got {device!r}")
-    if not seed.isdecimal():
-        where = "--npusim-replay should be PROFILE:SEED[:DIGEST]" if token is not None else "npusim_seed is a number"
-        raise pytest.UsageError(f"{where}, got {seed if token is None else token!r}")
+    token = getattr(options, "npusim_replay", None)
+    if token is not None:
+        match = _TOKEN.fullmatch(token)
+        if match is None:
+            raise pytest.UsageError(f"--npusim-replay should be PROFILE:SEED[:DIGEST], got {token!r}")
+        if device == "npu":
+            raise pytest.UsageError("--npusim-replay repeats what a simulated device did; choose device sim for it")
+        profile, seed, digest = match[1], match[2], match[3] or ""
+    if not (seed.isascii() and seed.isdecimal() and int(seed) <= MAX_SEED):
+        raise pytest.UsageError(f"npusim_seed is a number from 0 to 2**64 - 1, got {seed!r}")
     return Choice(device or "sim", bool(device), profile, int(seed), digest)
 
 
@@ -96,6 +105,19 @@ def prepare(choice: Choice) -> None:
         _require_npu()
     elif choice.explicit:
         require_sim()
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make a folder that can be written to.
+
+    Raises:
+        pytest.UsageError: That is not possible.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise pytest.UsageError(f"--npusim-record: cannot write to {folder}: {error.strerror}") from None
 
 
 def _check_profile(profile: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from npusim.errors import MarkerError
-from npusim.testing.choice import Choice
+from npusim.testing.choice import MAX_SEED, Choice
 
 MARKERS = (
     "sim_only(reason): runs on the simulated device only",
@@ -23,6 +23,7 @@ MARKERS = (
     "npu_settings(**settings): further arguments of npusim.SimWorld for npu_world",
     "seed(number): seed of npu_world's and torch's generators",
 )
+MEMORY_MARKERS = ("npu_memory_limit", "npu_leaks_nothing")
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -43,22 +44,52 @@ def skip_reason(item: pytest.Item, choice: Choice, capabilities: Mapping[str, st
     for name, device in (("sim_only", "sim"), ("npu_only", "npu")):
         marker = item.get_closest_marker(name)
         if marker is not None:
-            reason = _only_argument(marker, "a reason as text")
+            reason = _text(marker, "reason", "a reason as text")
             if device != choice.device:
                 return f"{name}: {reason}"
+    is_ours = choice.explicit or _uses_world(item)
     for marker in item.iter_markers("needs"):
+        if is_ours and (marker.kwargs or not marker.args):
+            raise MarkerError(f"{_shown(marker)}: expected capabilities, any of {', '.join(capabilities)}")
         for capability in marker.args:
-            if capability in capabilities:
+            if isinstance(capability, str) and capability in capabilities:
                 lack = capabilities[capability]
                 if lack is not None:
                     return f"needs {capability}: {lack}"
-            elif choice.explicit or "npu_world" in getattr(item, "fixturenames", ()):
+            elif is_ours:
                 close = difflib.get_close_matches(str(capability), sorted(capabilities), n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise MarkerError(
                     f"needs: unknown capability {capability!r}; known are {', '.join(capabilities)}{hint}"
                 )
     return None
+
+
+def check(item: pytest.Item, choice: Choice) -> None:
+    """Look at the arguments of the markers about the world and its memory, before the test runs.
+
+    Raises:
+        MarkerError: They are not what the marker takes.
+        ProfileError: There is no profile of that name.
+    """
+    from npusim.device.profile import load_profile
+
+    memory_limit(item)
+    profile = profile_of(item)
+    if profile is not None:
+        load_profile(profile)
+    marker = item.get_closest_marker("npu_leaks_nothing")
+    if marker is not None and (marker.args or marker.kwargs):
+        raise MarkerError(f"{_shown(marker)}: expected no arguments")
+    marker = item.get_closest_marker("npu_settings")
+    if marker is not None and marker.args:
+        raise MarkerError(f"{_shown(marker)}: expected settings by name, such as num_devices=2")
+    if _uses_world(item):  # elsewhere, a marker named seed may be the project's own
+        seed_of(item, choice)
+
+
+def _uses_world(item: pytest.Item) -> bool:
+    return "npu_world" in getattr(item, "fixturenames", ()) or any(map(item.get_closest_marker, MEMORY_MARKERS))
 
 
 def memory_limit(item: pytest.Item) -> MemoryLimit | None:
@@ -71,9 +102,10 @@ def memory_limit(item: pytest.Item) -> MemoryLimit | None:
     if marker is None:
         return None
     of = marker.kwargs.get("of", "allocated")
-    if len(marker.args) != 1 or marker.kwargs.keys() - {"of"} or of not in ("allocated", "reserved"):
+    limits = _given(marker, "limit", "of")
+    if len(limits) != 1 or of not in ("allocated", "reserved"):
         raise MarkerError(f"{_shown(marker)}: expected a limit, and of='allocated' or of='reserved'")
-    return MemoryLimit(parse_bytes(marker.args[0]), of)
+    return MemoryLimit(parse_bytes(limits[0]), of)
 
 
 def world_settings(item: pytest.Item, choice: Choice) -> dict[str, Any]:
@@ -91,7 +123,7 @@ def profile_of(item: pytest.Item) -> str | None:
         MarkerError: It does not name a profile.
     """
     marker = item.get_closest_marker("npu_profile")
-    return None if marker is None else _only_argument(marker, "the name of a device profile")
+    return None if marker is None else _text(marker, "name", "the name of a device profile")
 
 
 def seed_of(item: pytest.Item, choice: Choice) -> int:
@@ -103,9 +135,10 @@ def seed_of(item: pytest.Item, choice: Choice) -> int:
     marker = item.get_closest_marker("seed")
     if marker is None:
         return choice.seed
-    if len(marker.args) != 1 or type(marker.args[0]) is not int or marker.args[0] < 0:
-        raise MarkerError(f"{_shown(marker)}: expected one whole number from 0")
-    return marker.args[0]
+    numbers = _given(marker, "number")
+    if len(numbers) != 1 or type(numbers[0]) is not int or not 0 <= numbers[0] <= MAX_SEED:
+        raise MarkerError(f"{_shown(marker)}: expected one whole number from 0 to 2**64 - 1")
+    return numbers[0]
 
 
 def parse_bytes(size: object) -> int:
@@ -122,10 +155,18 @@ def parse_bytes(size: object) -> int:
     return round(float(match[1]) * _UNITS[match[2]])
 
 
-def _only_argument(marker: pytest.Mark, wanted: str) -> str:
-    if len(marker.args) != 1 or marker.kwargs or not isinstance(marker.args[0], str):
+def _given(marker: pytest.Mark, name: str, *others: str) -> Sequence[Any]:
+    """What is given as the marker's argument ``name``, with or without its name; nothing if there are strangers."""
+    if marker.kwargs.keys() - {name, *others}:
+        return ()
+    return (*marker.args, *(value for key, value in marker.kwargs.items() if key == name))
+
+
+def _text(marker: pytest.Mark, name: str, wanted: str) -> str:
+    texts = _given(marker, name)
+    if len(texts) != 1 or not isinstance(texts[0], str):
         raise MarkerError(f"{_shown(marker)}: expected {wanted}")
-    return marker.args[0]
+    return texts[0]
 
 
 def _shown(marker: pytest.Mark) -> str:

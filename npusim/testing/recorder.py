@@ -52,7 +52,10 @@ class Recorder:
             if num_allocations != _num_allocations(device.device_index) - before:
                 return "the test switched the allocator's record or its statistics"
             if events or device.device_index == 0:
-                self._recording(device, events, test).write(folder / _file_name(test, device.device_index))
+                try:
+                    self._recording(device, events, test).write(folder / _file_name(test, device.device_index))
+                except OSError as error:
+                    return f"cannot write to {folder}: {error.strerror}"
         return ""
 
     def _recording(self, device: NpuMemory, events: Sequence[Event], test: str) -> Recording:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import npusim
 from npusim.errors import RecordingError
 
 FORMAT: Final = "npusim-recording-1"
@@ -82,32 +84,49 @@ class Recording:
     phases: tuple[Phase, ...]
     events: tuple[Event, ...]
 
-    def write(self, path: Path) -> None:
-        """Write the file; the same recording gives the same bytes."""
+    def content(self) -> bytes:
+        """What the file holds, unpacked: a line of JSON about the test, and one for each event."""
         head = {"format": FORMAT, **asdict(self)}
         del head["events"]
         lines = [json.dumps(head), *(json.dumps(_row(event), separators=(",", ":")) for event in self.events)]
+        return "\n".join(lines).encode()
+
+    def write(self, path: Path) -> None:
+        """Write the file; the same recording gives the same bytes.
+
+        Raises:
+            OSError: That is not possible.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress("\n".join(lines).encode(), mtime=0))
+        path.write_bytes(gzip.compress(self.content(), mtime=0))
 
 
 def read_recording(path: Path) -> Recording:
     """The recording in a file.
 
     Raises:
-        RecordingError: It cannot be read, or is none.
+        RecordingError: It cannot be read, is none, is damaged, or is of another release's format.
     """
+    import pydantic  # not where pytest loads the plugin
+
     try:
         first, *rows = gzip.decompress(path.read_bytes()).decode().split("\n")
-        head: dict[str, Any] = json.loads(first)
-        if head.pop("format") != FORMAT:
-            raise RecordingError(f"{path} is a recording of another format than {FORMAT}; record it again")
-        phases = tuple(Phase(**phase) for phase in head.pop("phases"))
-        return Recording(**head, phases=phases, events=tuple(_event(*json.loads(row)) for row in rows))
+        head = json.loads(first)
+        if head["format"] != FORMAT:
+            raise RecordingError(
+                f"{path} is a recording in format {head['format']!r}; npusim {npusim.__version__} reads {FORMAT!r}. "
+                "Use the npusim that wrote it, or record it again"
+            )
+        events = [_event(*json.loads(row)) for row in rows]
+        return pydantic.TypeAdapter(Recording).validate_python({**head, "events": events})
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, EOFError) as error:
-        raise RecordingError(f"{path} is no recording: {error!r}") from None
+    except pydantic.ValidationError as error:
+        first_error = error.errors()[0]
+        place = ".".join(map(str, first_error["loc"]))
+        raise RecordingError(f"{path} is no recording, or a damaged one: {place}: {first_error['msg']}") from None
+    except (ValueError, KeyError, TypeError, EOFError, zlib.error) as error:
+        raise RecordingError(f"{path} is no recording, or a damaged one: {error!r}") from None
 
 
 def recorded_events(entries: Sequence[Mapping[str, Any]]) -> list[Event]:

@@ -60,4 +60,9 @@ def plugin() -> tuple[str, ...]:
 def run_apart(alone, monkeypatch) -> Run:
     """``run_apart(*arguments)``: a session in a process of its own, without torch if it does not import it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return lambda *arguments: alone.runpytest_subprocess(*PLUGIN, *arguments, timeout=60)
+
+    def run_apart(*arguments: str, conftest: str) -> pytest.RunResult:
+        alone.makeconftest(conftest)
+        return alone.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=60)
+
+    return run_apart

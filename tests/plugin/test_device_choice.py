@@ -82,10 +82,19 @@ def test_simulated_and_real_never_share_a_process(fake_npu):
     ("arguments", "complaint"),
     [
         (["-o", "npusim_device=gpu"], "npusim_device should be one of sim, npu, got 'gpu'"),
-        (["-o", "npusim_seed=-1"], "npusim_seed is a number, got '-1'"),
-        (["--npusim-seed=x"], "npusim_seed is a number, got 'x'"),
+        (["-o", "npusim_seed=-1"], "npusim_seed is a number from 0 to 2[*][*]64 - 1, got '-1'"),
+        (["--npusim-seed=x"], "npusim_seed is a number from 0 to 2[*][*]64 - 1, got 'x'"),
+        ([f"--npusim-seed={1 << 64}"], f"npusim_seed is a number from 0 to 2[*][*]64 - 1, got '{1 << 64}'"),
         (["--npusim-profile=a3-64"], "--npusim-profile: unknown device profile 'a3-64'; *did you mean 'a3-64g'?"),
         (["--npusim-replay=a3-64g"], "--npusim-replay should be PROFILE:SEED[[]:DIGEST], got 'a3-64g'"),
+        (["--npusim-replay=a3-64g:0:rest"], "--npusim-replay should be PROFILE:SEED[[]:DIGEST], got 'a3-64g:0:rest'"),
+        (
+            ["--npusim-replay=a3-64g:0", "--npusim-device=npu"],
+            "--npusim-replay repeats what a simulated device did; choose device sim for it",
+        ),
+        (["--npusim-record="], "--npusim-record needs the name of a folder, got ''"),
+        (["--npusim-record=/dev/null/x"], "--npusim-record: cannot write to /dev/null/x: Not a directory"),
+        (["--npusim-record=/proc"], "--npusim-record: cannot write to /proc: *"),
     ],
 )
 def test_wrong_options(arguments, complaint, alone, plugin):
@@ -94,9 +103,10 @@ def test_wrong_options(arguments, complaint, alone, plugin):
     result.stderr.fnmatch_lines([f"ERROR: {complaint}"])
 
 
-def test_device_option_of_our_own(alone, run_apart):
-    """``--device`` exists where it was asked for; without torch_npu it says what to do."""
-    alone.makeconftest("import sys; sys.modules['torch_npu'] = None  # as if it were not installed")
-    result = run_apart("-p", "npusim.device_option", "--device=npu")
+@pytest.mark.parametrize("names", [("device_option", "pytest_plugin"), ("pytest_plugin", "device_option")])
+def test_device_option_of_our_own(names, run_apart):
+    """``--device`` exists where it was asked for, whichever is loaded first; without torch_npu it says what to do."""
+    plugins = [argument for name in names for argument in ("-p", f"npusim.{name}")]
+    result = run_apart(*plugins, "--device=npu", conftest="import sys; sys.modules['torch_npu'] = None")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: device npu needs the torch_npu package, which is not installed *pip install*"])

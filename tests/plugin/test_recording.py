@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import npusim
 from npusim.__main__ import main
 from npusim.device.profile import load_profile
 from npusim.errors import RecordingError
@@ -110,6 +111,30 @@ def test_record_and_replay(run, pytester, capsys):
     ]  # fmt: skip
 
 
+def test_a_test_in_another_working_directory(run, pytester):
+    result = run(
+        "def test_moves(npu_device, monkeypatch, tmp_path): monkeypatch.chdir(tmp_path)", "--npusim-record=out"
+    )
+    result.assert_outcomes(passed=1)
+    assert len(files(pytester.path / "out")) == 1
+
+
+def test_a_folder_that_vanishes(run):
+    """The test's own outcome stands, and the terminal says what is missing."""
+    result = run(
+        """
+        from pathlib import Path
+
+        def test_removes(npu_device, request):
+            Path("out").rmdir()
+            Path("out").touch()
+        """,
+        "--npusim-record=out",
+    )
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["not recorded: *::test_removes: cannot write to *out: *"])
+
+
 @pytest.mark.sim_only("a card's settings come from the environment of the process")
 def test_expandable_segments(run, pytester):
     run(EXPANDABLE, "--npusim-record=out").assert_outcomes(passed=1)
@@ -179,6 +204,9 @@ RECORDING = Recording(
 )
 
 
+WRITTEN = RECORDING.content()
+
+
 def changed(number: int, **fields: object) -> Recording:
     events = list(RECORDING.events)
     events[number] = replace(events[number], **fields)
@@ -237,15 +265,33 @@ def test_files(tmp_path):
     assert path.read_bytes() == before
     with pytest.raises(RecordingError, match=r"y\.json\.gz cannot be read: No such file"):
         read_recording(tmp_path / "y.json.gz")
-    path.write_bytes(b"text")
-    with pytest.raises(RecordingError, match=r"x\.json\.gz cannot be read: Not a gzipped file"):
-        read_recording(path)
-    path.write_bytes(gzip.compress(b'{"format": "npusim-recording-0"}'))
-    with pytest.raises(RecordingError, match="of another format than npusim-recording-1; record it again"):
-        read_recording(path)
-    path.write_bytes(gzip.compress(b"[]"))
-    with pytest.raises(RecordingError, match=r"x\.json\.gz is no recording"):
-        read_recording(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"text", "cannot be read: Not a gzipped file"),
+        (gzip.compress(b"[]"), "is no recording, or a damaged one: TypeError"),
+        (gzip.compress(b"{}"), "is no recording, or a damaged one: KeyError('format')"),
+        (
+            gzip.compress(b'{"format": "npusim-recording-2"}'),
+            f"is a recording in format 'npusim-recording-2'; npusim {npusim.__version__} reads 'npusim-recording-1'.",
+        ),
+        (gzip.compress(b'{"format": "npusim-recording-1"}'), "is no recording, or a damaged one: test: Field required"),
+        (gzip.compress(WRITTEN[:-5]), "is no recording, or a damaged one: JSONDecodeError"),
+        (
+            gzip.compress(WRITTEN.replace(b"20971520", b'"x"')),
+            "is no recording, or a damaged one: phases.1.reserved_by",
+        ),
+        (gzip.compress(WRITTEN)[:-20], "is no recording, or a damaged one: EOFError"),
+        (gzip.compress(WRITTEN)[:40] + bytes(40) + gzip.compress(WRITTEN)[80:], "is no recording, or a damaged one: "),
+    ],
+)
+def test_files_that_are_no_recordings(content, complaint, tmp_path, capsys):
+    path = tmp_path / "x.json.gz"
+    path.write_bytes(content)
+    assert main(["replay", str(path)]) == 2
+    assert f"npusim: error: {path} {complaint}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -33,17 +33,17 @@ class Maker:
     def __init__(self) -> None:
         self._made: list[EventLog] = []
         self._of_fixtures: list[str] = []
+        self._make = EventLog.__init__
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_sessionstart(self) -> Iterator[None]:
-        make = EventLog.__init__
-
+    def pytest_sessionstart(self) -> None:
         def make_and_note(log: EventLog, **settings: Any) -> None:
-            make(log, **settings)
+            self._make(log, **settings)
             self._made.append(log)
 
         EventLog.__init__ = make_and_note
-        return (yield)
+
+    def pytest_sessionfinish(self) -> None:
+        EventLog.__init__ = self._make
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:

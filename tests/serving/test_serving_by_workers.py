@@ -46,12 +46,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 SEEDED = SamplingParams(seed=7, max_tokens=9, ignore_eos=True, top_k=20)
 
 
-@pytest.fixture(scope="module")
-def undisturbed():
-    """Tokens of requests that were never preempted, by sampling parameters."""
-    return {}
-
-
 slow = pytest.mark.slow
 
 
@@ -67,17 +61,15 @@ slow = pytest.mark.slow
         pytest.param(SEEDED, {}, id="seeded", marks=slow),
     ],
 )
-def test_neither_preemption_nor_chunks_nor_drafts_change_the_tokens(make_worker, undisturbed, params, settings):
-    if params not in undisturbed:
-        tokens, reasons, num_preemptions = serve(make_worker(xlite=OFF, num_blocks=PLENTY), PLENTY, params)
-        assert num_preemptions == 0
-        assert set(reasons.values()) == {FinishReason.LENGTH}
-        assert {len(output) for output in tokens.values()} == {9}
-        undisturbed[params] = tokens
+def test_neither_preemption_nor_chunks_nor_drafts_change_the_tokens(make_worker, params, settings):
+    undisturbed, reasons, num_preemptions = serve(make_worker(xlite=OFF, num_blocks=PLENTY), PLENTY, params)
+    assert num_preemptions == 0
+    assert set(reasons.values()) == {FinishReason.LENGTH}
+    assert {len(output) for output in undisturbed.values()} == {9}
     worker = make_worker(DENSE, FULL, num_blocks=SCARCE, **{"max_num_seqs": 8} | settings)
     tokens, _, num_preemptions = serve(worker, SCARCE, params)
     assert num_preemptions > 0
-    assert tokens == undisturbed[params]
+    assert tokens == undisturbed
 
 
 @pytest.mark.parametrize(

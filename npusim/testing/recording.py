@@ -117,8 +117,9 @@ def read_recording(path: Path) -> Recording:
                 f"{path} is a recording in format {head['format']!r}; npusim {npusim.__version__} reads {FORMAT!r}. "
                 "Use the npusim that wrote it, or record it again"
             )
-        events = [_event(*json.loads(row)) for row in rows]
-        return pydantic.TypeAdapter(Recording).validate_python({**head, "events": events})
+        recording = pydantic.TypeAdapter(Recording).validate_python({**head, "events": [_fields(row) for row in rows]})
+        _check(recording)
+        return recording
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror or error}") from None
     except pydantic.ValidationError as error:
@@ -147,9 +148,22 @@ def recorded_events(entries: Sequence[Mapping[str, Any]]) -> list[Event]:
     return events
 
 
-def _event(action: str, address: int, size: int, stream: int, *pool_id: int) -> Event:
-    first, second = pool_id or (0, 0)
-    return Event(action, address, size, stream, (first, second))
+def _fields(row: str) -> dict[str, object]:
+    action, address, size, stream, *pool_id = json.loads(row)
+    return {"action": action, "address": address, "size": size, "stream": stream, "pool_id": pool_id or (0, 0)}
+
+
+def _check(recording: Recording) -> None:
+    """Raise ValueError for what no device does."""
+    positions = [phase.num_events for phase in recording.phases]
+    if not positions or positions[0] != 0 or positions != sorted(positions) or positions[-1] > len(recording.events):
+        raise ValueError(f"phases after {positions} of {len(recording.events)} events")
+    for event in recording.events:
+        if min(event.address, event.size, event.stream) < 0:
+            raise ValueError(f"a negative number in {event}")
+    for name in ("torch_npu", "cann"):
+        if name not in recording.versions:
+            raise ValueError(f"no version of {name}")
 
 
 def _row(event: Event) -> list[str | int]:

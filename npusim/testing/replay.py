@@ -137,7 +137,7 @@ class _Replay:
         self.allocator = CachingAllocator(
             self.hbm,
             self.driver,
-            AllocatorConfig.from_environment(recording.environment, release),
+            _settings(recording, release),
             version=release,
             pad_bytes=self.pad_bytes,
         )
@@ -246,6 +246,13 @@ class _Replay:
         if event.action in ("segment_free", "segment_unmap"):
             self.addresses.remove(event.address, event.size)
         return agreed
+
+
+def _settings(recording: Recording, release: str) -> AllocatorConfig:
+    try:
+        return AllocatorConfig.from_environment(recording.environment, release)
+    except ValueError as error:  # the vendor's own
+        raise RecordingError(f"{recording.test}: its allocator settings are refused: {error}") from None
 
 
 def _phase_difference(phase: ReplayedPhase, position: int) -> Difference | None:

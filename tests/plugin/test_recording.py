@@ -278,6 +278,16 @@ def test_files(tmp_path):
             f"is a recording in format 'npusim-recording-2'; npusim {npusim.__version__} reads 'npusim-recording-1'.",
         ),
         (gzip.compress(b'{"format": "npusim-recording-1"}'), "is no recording, or a damaged one: test: Field required"),
+        (gzip.compress(WRITTEN.replace(b"0,", b"-1,")), "is no recording, or a damaged one: "),
+        (
+            gzip.compress(WRITTEN.replace(b'"cann"', b'"can"')),
+            "is no recording, or a damaged one: ValueError('no version",
+        ),
+        (
+            gzip.compress(WRITTEN.replace(b'"num_events": 5', b'"num_events": 6')),
+            "is no recording, or a damaged one: Val",
+        ),
+        (gzip.compress(WRITTEN.replace(b",4194304", b',"4 MiB"')), "is no recording, or a damaged one: events.1.size"),
         (gzip.compress(WRITTEN[:-5]), "is no recording, or a damaged one: JSONDecodeError"),
         (
             gzip.compress(WRITTEN.replace(b"20971520", b'"x"')),
@@ -299,6 +309,10 @@ def test_files_that_are_no_recordings(content, complaint, tmp_path, capsys):
     [
         (replace(RECORDING, versions=RECORDING.versions | {"torch_npu": "2.1.0"}), "torch_npu 2.1 is not modelled"),
         (replace(RECORDING, phases=()), "the recording of test_x.py::test_x has no phases"),
+        (
+            replace(RECORDING, environment={"PYTORCH_NPU_ALLOC_CONF": "banana:1"}),
+            "test_x.py::test_x: its allocator settings are refused: Unrecognized key 'banana'",
+        ),
         (replace(RECORDING, events=RECORDING.events[3:]), "a block at 0xa0000000 is freed, but was not allocated"),
     ],
 )

@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a command in which device npu is simulated, also in its child processes")
     run.add_argument("--profile", default="a3-64g", choices=profile_names(), help="kind of device (default: a3-64g)")
-    run.add_argument("--num-devices", type=int, default=1, metavar="N", help="how many there are (default: 1)")
+    run.add_argument("--num-devices", type=_count, default=1, metavar="N", help="how many there are (default: 1)")
     run.add_argument("--values", choices=("shape", "real"), default="shape", help="what is computed (default: shape)")
     run.add_argument("words", nargs="+", metavar="-- COMMAND", help="the command and its arguments")
     run.set_defaults(action=_run)
@@ -43,6 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show versions, devices, what works here and what is missing")
     doctor.set_defaults(action=_doctor)
     return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _run(options: argparse.Namespace) -> int:

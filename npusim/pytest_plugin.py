@@ -17,7 +17,7 @@ import pytest
 from npusim.errors import NpusimError
 from npusim.testing import marks
 from npusim.testing.capabilities import Hooks, capabilities, own_capabilities
-from npusim.testing.choice import DEVICES, Choice, prepare, prepare_early, prepare_folder, read_choice, require_sim
+from npusim.testing.choice import DEVICES, Choice, not_simulated, prepare, prepare_early, prepare_folder, read_choice
 from npusim.testing.summary import Summary
 
 if TYPE_CHECKING:
@@ -188,12 +188,14 @@ def npu_world(request: pytest.FixtureRequest) -> Iterator[SimWorld | None]:
         _take_over_the_card()
         yield from _watched(request, choice, None, settings["seed"])
         return
-    require_sim()
     with _make_world(settings) as world:
         yield from _watched(request, choice, world, settings["seed"])
 
 
 def _make_world(settings: Mapping[str, Any]) -> SimWorld:
+    problem = not_simulated()
+    if problem:
+        pytest.fail(problem, pytrace=False)
     from npusim.world import SimWorld
 
     known = inspect.signature(SimWorld).parameters

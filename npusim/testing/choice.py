@@ -104,7 +104,9 @@ def prepare(choice: Choice) -> None:
     if choice.device == "npu":
         _require_npu()
     elif choice.explicit:
-        require_sim()
+        problem = not_simulated()
+        if problem:
+            raise pytest.UsageError(problem)
 
 
 def prepare_folder(folder: Path) -> None:
@@ -129,19 +131,16 @@ def _check_profile(profile: str) -> None:
         raise pytest.UsageError(f"--npusim-profile: {error}") from None
 
 
-def require_sim() -> None:
-    """Let vendor packages be the doubles from now on.
-
-    Raises:
-        pytest.UsageError: The real torch_npu is in this process already.
-    """
+def not_simulated() -> str | None:
+    """Let vendor packages be the doubles from now on; or why that cannot be."""
     if "torch_npu" in sys.modules and not is_double(sys.modules["torch_npu"].__file__):
-        raise pytest.UsageError(
+        return (
             "the simulated device cannot be used: the real torch_npu was imported into this process, by a test, by a "
             'conftest.py, or by torch itself. Choose the device before: npusim_device = "sim" in the configuration '
             "file, or --npusim-device=sim; or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         )
     expose_doubles()
+    return None
 
 
 def _require_npu() -> None:

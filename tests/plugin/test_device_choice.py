@@ -8,7 +8,7 @@ import pytest
 
 from npusim.errors import WorldError
 from npusim.installation import VENDOR_PATH, install
-from npusim.testing.choice import Choice, prepare, require_sim
+from npusim.testing.choice import Choice, prepare
 
 CARD = Choice("npu", explicit=True, profile="a3-64g", seed=0)
 
@@ -73,9 +73,27 @@ def test_simulated_and_real_never_share_a_process(fake_npu):
     import torch_npu  # noqa: F401 - stands for the real one
 
     with pytest.raises(pytest.UsageError, match="the real torch_npu was imported into this process, by"):
-        require_sim()
+        prepare(Choice("sim", explicit=True, profile="a3-64g", seed=0))
     with pytest.raises(WorldError, match=r"^the real torch_npu \(.*\) was imported into this process, maybe by torch"):
         install(object())
+
+
+@pytest.mark.sim_only("on a card the simulated device is not asked for")
+def test_a_test_that_comes_too_late(alone, plugin):
+    """Nobody chose a device, and the real torch_npu was there before a test asked for the simulated one."""
+    alone.makepyfile(
+        """
+        import sys, types
+
+        def test_late(request, monkeypatch):
+            monkeypatch.setitem(sys.modules, "torch_npu", types.SimpleNamespace(__file__="/real/torch_npu/__init__.py"))
+            request.getfixturevalue("npu_device")
+        """
+    )
+    result = alone.runpytest_inprocess(*plugin)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["the simulated device cannot be used: the real torch_npu was imported into this *"])
+    result.stdout.no_fnmatch_line("E  *")
 
 
 @pytest.mark.parametrize(

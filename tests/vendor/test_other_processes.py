@@ -12,6 +12,7 @@ import torch
 
 import npusim
 from npusim import hook
+from npusim.__main__ import main
 from npusim.errors import UnmodelledCallError, UnmodelledNameError
 
 pytestmark = pytest.mark.sim_only("tests of the doubles")
@@ -30,6 +31,14 @@ def test_run_command_and_its_children_have_devices():
     command = [sys.executable, "-m", "npusim", "run", "--profile", "a2-64g", "--num-devices", "2", "--values", "real"]
     run = subprocess.run([*command, "--", *words], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == ["Ascend910B3", 2, 3.0]
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_a_number_of_devices_that_cannot_be(number, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["run", f"--num-devices={number}", "--", "true"])
+    assert end.value.code == 2
+    assert f"expected a whole number of at least 1, got '{number}'" in capsys.readouterr().err
 
 
 def test_environment_of_children_keeps_what_is_there():

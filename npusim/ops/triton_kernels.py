@@ -89,6 +89,9 @@ KERNELS: Mapping[str, TritonKernel] = {
     "vllm.v1.worker.block_table._compute_slot_mapping_kernel": TritonKernel(
         ("slot_mapping_ptr",), sampling.compute_slot_mapping
     ),
+    "vllm_ascend.ops.triton.compute_slot_mapping._compute_slot_mapping_kernel": TritonKernel(  # since 0.26.0rc1
+        ("slot_mapping_ptr",), sampling.compute_slot_mapping
+    ),
     "vllm_ascend.ops.triton.bincount.token_bin_counts_and_mask_kernel": TritonKernel(
         ("bin_counts_ptr",), sampling.token_bin_counts
     ),

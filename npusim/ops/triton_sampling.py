@@ -21,6 +21,8 @@ def compute_slot_mapping(arguments: Arguments) -> list[Tensor]:
     """Cache slot of each token: its block's first slot and its place there; the rest of the buffer is padding."""
     if arguments["TOTAL_CP_WORLD_SIZE"] != 1:
         raise UnmodelledCallError("_compute_slot_mapping_kernel with context parallelism is not modelled")
+    if arguments.get("IS_CIRCULAR", False):
+        raise UnmodelledCallError("_compute_slot_mapping_kernel with a circular block table is not modelled")
     starts, positions = arguments["query_start_loc_ptr"].long(), arguments["positions_ptr"]
     block_size, num_tokens = arguments["block_size"], int(starts[-1])
     requests = torch.repeat_interleave(torch.arange(len(starts) - 1, device="cpu"), starts.diff())

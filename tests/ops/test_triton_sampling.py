@@ -31,12 +31,13 @@ def launch(npu_device):
     return run
 
 
-def test_slot_mapping(launch):
+@pytest.mark.parametrize("module", ["vllm.v1.worker.block_table", "vllm_ascend.ops.triton.compute_slot_mapping"])
+def test_slot_mapping(launch, module):
     import torch
 
     positions = torch.tensor([5, 6, 7, 0, 1, 17])
     slots = launch(
-        "vllm.v1.worker.block_table._compute_slot_mapping_kernel",
+        f"{module}._compute_slot_mapping_kernel",
         num_tokens=6,
         max_num_tokens=9,
         query_start_loc_ptr=torch.tensor([0, 3, 5, 6], dtype=torch.int32),

@@ -166,6 +166,30 @@ def test_other_kernels_raise(npu_world):
         triton.jit(triton_rope)[(1,)](1, 2, 3, 4, 5, 6, 7)
 
 
+@pytest.mark.npu_settings(values="real")
+def test_arguments_that_decorators_of_a_kernel_add(npu_world):
+    """The first configuration's, and what follows from the others; both, and the kernel below, are found by ``fn``."""
+    import triton
+
+    kernel = triton.jit(triton_rope)
+    kernel.__module__, kernel.__qualname__ = "vllm_ascend.ops.triton.rope", "_triton_rope"
+    configs = [triton.Config({"IS_NEOX_STYLE": True}), triton.Config({"IS_NEOX_STYLE": False})]
+    tuned = triton.autotune(configs, key=["rope_dim"])(kernel)
+    decorated = triton.heuristics({"USE_COS_SIN": lambda given: given["rope_dim"] == 2})(tuned)
+    assert isinstance(tuned, triton.runtime.autotuner.Autotuner)
+    assert decorated.fn.fn is kernel
+    q, k = torch.ones(1, 1, 2).npu(), torch.ones(1, 1, 2).npu()
+    decorated[(1,)](q, k, torch.tensor([[0.0, 1.0]]).npu(), torch.zeros(1, dtype=torch.long).npu(), 2)
+    assert q.flatten().tolist() == [-1.0, 1.0]
+
+
+def test_names_within_triton_kernels(npu_world):
+    from triton import language
+
+    with pytest.raises(UnmodelledCallError, match=r"extra\.cann\.libdevice\.isnan was called outside of a kernel"):
+        language.extra.cann.libdevice.isnan(1)
+
+
 def test_facts_that_triton_kernels_are_launched_by(npu_world):
     from triton.runtime.driver import driver
 

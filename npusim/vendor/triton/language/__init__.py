@@ -41,4 +41,5 @@ def __getattr__(name: str) -> Any:
 
 
 import triton.language.core  # noqa: E402 - needs what is above
+import triton.language.extra.cann.libdevice  # noqa: E402
 import triton.language.extra.libdevice  # noqa: E402, F401

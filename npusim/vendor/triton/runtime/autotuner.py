@@ -1,11 +1,11 @@
-"""The double of ``triton.runtime.autotuner``: choices between ways to compile a kernel have no meaning here."""
+"""The double of ``triton.runtime.autotuner``: of several ways to compile a kernel the first is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import KernelInterface
 
 
 class OutOfResources(Exception):  # noqa: N818 - triton's name
@@ -20,13 +20,50 @@ class Config:
         self.options = options
 
 
-def autotune(configs: Sequence[Config], key: Sequence[str], **options: Any) -> Callable[[JITFunction], JITFunction]:
-    """Choose among configurations; the kernel stays as it is."""
-    del configs, key, options
-    return lambda kernel: kernel
+class Autotuner(KernelInterface):  # type: ignore[misc]  # mypy takes triton for missing
+    """A kernel with configurations to choose from.
+
+    Args:
+        fn: The kernel.
+        configs: The configurations; the card takes the fastest, here it is the first, since they all compute the same.
+    """
+
+    def __init__(self, fn: Any, configs: Sequence[Config]) -> None:
+        self.fn = fn
+        self.configs = configs
+        self.arg_names = fn.arg_names
+
+    def run(self, *args: Any, grid: Any, **kwargs: Any) -> None:
+        """Launch the kernel in a configuration."""
+        self.fn.run(*args, grid=grid, **{**(self.configs[0].kwargs if self.configs else {}), **kwargs})
 
 
-def heuristics(values: dict[str, Callable[..., Any]]) -> Callable[[JITFunction], JITFunction]:
-    """Compute some arguments from others; modelled kernels take what they need by themselves."""
-    del values
-    return lambda kernel: kernel
+class Heuristics(KernelInterface):  # type: ignore[misc]
+    """A kernel of which some arguments follow from the others.
+
+    Args:
+        fn: The kernel.
+        values: How each follows, by name, from all arguments that are given.
+    """
+
+    def __init__(self, fn: Any, values: Mapping[str, Callable[[dict[str, Any]], Any]]) -> None:
+        self.fn = fn
+        self.values = values
+        self.arg_names = fn.arg_names
+
+    def run(self, *args: Any, grid: Any, **kwargs: Any) -> None:
+        """Launch the kernel with all its arguments."""
+        for name, follows in self.values.items():
+            kwargs[name] = follows({**dict(zip(self.arg_names, args, strict=False)), **kwargs})
+        self.fn.run(*args, grid=grid, **kwargs)
+
+
+def autotune(configs: Sequence[Config], key: Sequence[str], **options: Any) -> Callable[[Any], Autotuner]:
+    """Choose among configurations."""
+    del key, options
+    return lambda kernel: Autotuner(kernel, configs)
+
+
+def heuristics(values: Mapping[str, Callable[[dict[str, Any]], Any]]) -> Callable[[Any], Heuristics]:
+    """Compute some arguments from others."""
+    return lambda kernel: Heuristics(kernel, values)

@@ -12,6 +12,13 @@ from npusim.ops.triton_kernels import launch
 class KernelInterface:
     """What can be launched."""
 
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.run(*args, grid=grid, **kwargs)
+
+    def run(self, *args: Any, grid: Any, **kwargs: Any) -> None:
+        """Launch it."""
+        raise NotImplementedError
+
 
 class JITFunction(KernelInterface):
     """A kernel, or a function that kernels call.
@@ -29,9 +36,6 @@ class JITFunction(KernelInterface):
         self.signature = signature(fn)
         self.arg_names = list(self.signature.parameters)
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *args, **kwargs: self.run(*args, grid=grid, **kwargs)
-
     def run(self, *args: Any, grid: Any, **kwargs: Any) -> None:
         """Launch it.
 
@@ -41,7 +45,9 @@ class JITFunction(KernelInterface):
         del grid
         options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.signature.parameters}
         del options  # num_warps and the like: how it is compiled
-        launch(f"{self.__module__}.{self.__qualname__}", self.signature.bind(*args, **kwargs).arguments)
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        launch(f"{self.__module__}.{self.__qualname__}", bound.arguments)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Raise, as triton does: kernels are launched, not called."""

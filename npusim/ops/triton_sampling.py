@@ -35,9 +35,12 @@ def compute_slot_mapping(arguments: Arguments) -> list[Tensor]:
 
 
 def token_bin_counts(arguments: Arguments) -> list[Tensor]:
-    """How often each token of this rank's part of the vocabulary occurs in each row; padding lies outside of it."""
+    """How often each token of this rank's part of the vocabulary occurs in each row; padding lies outside of it.
+
+    In 0.30.0rc2 there are no parts, and no argument ``tp_rank``.
+    """
     counts, vocab_size = arguments["bin_counts_ptr"].clone(), arguments["vocab_size"]
-    tokens = arguments["tokens_ptr"].long() - arguments["tp_rank"] * vocab_size
+    tokens = arguments["tokens_ptr"].long() - arguments.get("tp_rank", 0) * vocab_size
     inside = (tokens >= 0) & (tokens < vocab_size)
     counts.scatter_add_(1, torch.where(inside, tokens, 0), inside.to(counts.dtype))
     return [counts]

@@ -167,3 +167,7 @@ class Closed:
         if Closed in kind.__bases__ and not hasattr(kind, name):
             raise AttributeError(f"'xlite._C.{kind.__name__}' object has no attribute {name!r}")
         super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        """Names that the imitated release has; vllm-ascend's representation of a configuration reads them all."""
+        return [name for name in super().__dir__() if name in self.__dict__ or hasattr(type(self), name)]

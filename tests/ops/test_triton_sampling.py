@@ -55,7 +55,8 @@ def test_slot_mapping(launch, module):
     assert slots.tolist() == [5 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3, 7 * 4, 7 * 4 + 1, 8 * 4 + 1, -1, -1, -1]
 
 
-def test_token_counts_leave_out_padding(launch):
+@pytest.mark.parametrize("rank", [{"tp_rank": 0}, {}])
+def test_token_counts_leave_out_padding(launch, rank):
     import torch
 
     counts = launch(
@@ -63,7 +64,7 @@ def test_token_counts_leave_out_padding(launch):
         tokens_ptr=torch.tensor([[0, 2, 2, 4], [3, 4, 4, 4]]),
         vocab_size=4,
         bin_counts_ptr=torch.zeros(2, 4, dtype=torch.int32),
-        tp_rank=0,
+        **rank,
     )
     assert counts.tolist() == [[1, 0, 2, 0], [0, 0, 0, 1]]
 

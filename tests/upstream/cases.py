@@ -11,6 +11,14 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MODELS = Path(__file__).parent / "models"
 RELEASES = ("0.22.1", "0.23.0")
+"""Releases of vllm that the suite is about; what else is installed is tried by ``test_other_releases.py``."""
+ON_ANY_RELEASE = ("tiny dense", "tiny MoE, EP 2", "seed, rank 0", "tiny dense, greedy", "seed, greedy")
+"""Cases that are run on other releases, too."""
+
+
+def has_the_fix(release: str) -> bool:
+    """Whether a release, of vllm or of vllm-ascend, came after PR #11380."""
+    return tuple(map(int, release.split(".")[:2])) >= (0, 23)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,10 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+    def runs_on(self, release: str) -> bool:
+        """Whether it is run on a release; on one that nobody fitted the double to, few are."""
+        return release in self.releases if release in RELEASES else self.name in ON_ANY_RELEASE
 
 
 @dataclass(frozen=True)

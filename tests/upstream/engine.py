@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from npusim.hook import environment_of_children
 from npusim.world import SimWorld
+from tests.upstream.cases import has_the_fix
 from tests.upstream.reference import write_weights
 from xlite_runner.config import ProfilePolicy
 from xlite_runner.config.platform import effective_environment
@@ -87,8 +88,7 @@ class StartedRank:
 
 def policy_of_installed_release() -> ProfilePolicy:
     """What the installed vllm-ascend's profile run executes in xlite full mode."""
-    before_the_fix = tuple(map(int, version("vllm-ascend").split(".")[:2])) < (0, 23)
-    return ProfilePolicy.RUNNABLE if before_the_fix else ProfilePolicy.SKIP
+    return ProfilePolicy.SKIP if has_the_fix(version("vllm-ascend")) else ProfilePolicy.RUNNABLE
 
 
 def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
@@ -165,11 +165,15 @@ def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: 
     worker.init_device()
     worker.load_model()
     result.weights = int(worker.model_runner.model_memory_usage)
+    spec = worker.get_kv_cache_spec()
+    _resolve_kv_cache_layout(config, worker, spec)
     result.available = int(worker.determine_available_memory())
     if scenario.kv_cache_memory_bytes is None:  # else nothing is measured
         result.peak_activation = int(worker.peak_activation_memory)
         result.non_torch = int(worker.non_torch_memory)
-    plan = get_kv_cache_configs(config, [worker.get_kv_cache_spec()], [result.available])[0]
+    plan = get_kv_cache_configs(config, [spec], [result.available])[0]
+    if hasattr(plan, "kv_cache_layout"):
+        plan.kv_cache_layout = config.cache_config.kv_cache_layout
     result.num_blocks = plan.num_blocks
     before = torch.npu.memory_allocated()
     worker.initialize_from_config(plan)
@@ -178,6 +182,14 @@ def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: 
     result.graph = int(getattr(worker, "npugraph_memory_bytes", 0))  # only there if memory was profiled
     worker.execute_dummy_batch()
     return StartedRank(world, config, worker, plan, result)
+
+
+def _resolve_kv_cache_layout(config: Any, worker: Any, spec: Mapping[str, Any]) -> None:
+    """What the engine core does before it lets workers profile, since vllm 0.30."""
+    backends = import_module("vllm.v1.attention.backends.utils")
+    if hasattr(backends, "resolve_kv_cache_layout"):
+        supported = [worker.get_supported_kv_cache_layouts()]
+        worker.set_kv_cache_layout(backends.resolve_kv_cache_layout(config, supported, list(spec.values())).name)
 
 
 def engine_config(scenario: Scenario, model: Path, engine_args: Mapping[str, Any]) -> Any:

@@ -48,7 +48,7 @@ class Job:
 def start_ups(release: str, names: Sequence[str]) -> Iterator[Job]:
     """The start-ups on a release, refused ones at the end."""
     for case in (*CASES, *REFUSED.values()):
-        if release in case.releases and (not names or case.name in names):
+        if case.runs_on(release) and (not names or case.name in names):
             scenario = load_scenario(case.scenario, case.settings)
             yield Job(case.name, scenario.device_profile, partial(start, scenario, case.rank))
 
@@ -56,7 +56,7 @@ def start_ups(release: str, names: Sequence[str]) -> Iterator[Job]:
 def servings(release: str, names: Sequence[str]) -> Iterator[Job]:
     """The serving cases on a release."""
     for case in SERVING:
-        if release in case.releases and (not names or case.name in names):
+        if case.runs_on(release) and (not names or case.name in names):
             scenario = load_scenario(case.scenario, case.settings)
             yield Job(case.name, scenario.device_profile, partial(serve_case, case, scenario))
 

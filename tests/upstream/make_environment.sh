@@ -38,6 +38,15 @@ for pair; do
     # Where there is no wheel, its source distribution without kernels; the kind of device does not matter then.
     COMPILE_CUSTOM_KERNELS=0 SOC_VERSION=ascend910_9391 \
         install --no-deps --no-build-isolation --target "$folder/unfinished" "vllm-ascend==$vllm_ascend"
+    # What it asks for in another version than the requirements above have; each round may ask for more.
+    while :; do
+        missing=$(cd "$here/../.." && "$folder/venv/bin/python" -m tests.upstream.requirements "$folder/unfinished")
+        [ -n "$missing" ] || break
+        echo "$missing" | sed 's/^/  with /'
+        # shellcheck disable=SC2086 # a word a requirement
+        "$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target \
+            "$folder/unfinished" $missing
+    done
     mv "$folder/unfinished" "$folder/$vllm"
 done
 echo "$folder/venv/bin/python -m pytest -m upstream"

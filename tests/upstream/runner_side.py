@@ -8,7 +8,7 @@ from typing import Any
 
 from npusim.told import ToldTokens
 from npusim.world import SimWorld
-from tests.upstream.cases import Case, ServingCase
+from tests.upstream.cases import Case, ServingCase, has_the_fix
 from xlite_runner.config import ModelConfig, ProfilePolicy, RunnerConfig, check_and_update_config
 from xlite_runner.result import RankResult
 from xlite_runner.scenario import Scenario, load_scenario
@@ -19,7 +19,10 @@ from xlite_runner.serving.output import ModelRunnerOutput
 from xlite_runner.serving.sampling_params import SamplingParams
 from xlite_runner.simulation import build_world, ledgers, start
 
-POLICIES = {"0.22.1": ProfilePolicy.RUNNABLE, "0.23.0": ProfilePolicy.SKIP}
+
+def policy_of(release: str) -> ProfilePolicy:
+    """What a release's profile run executes in xlite full mode."""
+    return ProfilePolicy.SKIP if has_the_fix(release) else ProfilePolicy.RUNNABLE
 
 
 def configured(case: Case) -> tuple[Scenario, RunnerConfig]:
@@ -31,7 +34,7 @@ def configured(case: Case) -> tuple[Scenario, RunnerConfig]:
 def figures_of_runner(case: Case, release: str) -> dict[str, int]:
     """What a start-up measures on the case's rank."""
     scenario, config = configured(case)
-    return figures(start(scenario, config, POLICIES[release]).ranks[case.rank])
+    return figures(start(scenario, config, policy_of(release)).ranks[case.rank])
 
 
 def figures(rank: RankResult) -> dict[str, int]:
@@ -92,12 +95,12 @@ def serve_by_runner(case: ServingCase, release: str) -> dict[str, Any]:
     """Start, then serve the requests of a case to their end; in the form of upstream's result."""
     scenario, config = configured(case)
     told = ToldTokens(config.model.vocab_size)
-    with build_world(scenario, config, POLICIES[release], told_values=told) as world:
+    with build_world(scenario, config, policy_of(release), told_values=told) as world:
         from torch.distributed import HashStore
 
         from xlite_runner.engine import EngineCore
 
-        engine = EngineCore(config, POLICIES[release], world.run_ranks, HashStore())
+        engine = EngineCore(config, policy_of(release), world.run_ranks, HashStore())
         engine.start()
         world.run_ranks([worker.execute_dummy_batch for worker in engine.workers])
         before = holdings(world, case.rank)

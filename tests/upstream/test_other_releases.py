@@ -1,0 +1,67 @@
+"""Releases of upstream that nobody fitted the double to: those that are installed beside the two of the suite.
+
+``make_environment.sh FOLDER 0.24.0:0.24.0rc1`` adds one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.upstream.cases import CASES, RELEASES, SERVING
+from tests.upstream.environment import Environment, UpstreamNotFoundError
+from tests.upstream.runner_side import figures_of_runner, serve_by_runner
+
+pytestmark = [pytest.mark.upstream, pytest.mark.sim_only("upstream runs on simulated worlds here")]
+
+FAULTS = {("0.24.0", "MoE"): "IndexError: list index out of range"}
+"""Faults of upstream that a card would show, too: 0.24.0rc1's xlite looks for experts where vllm 0.24 has none; mended
+by vllm-ascend PR #12272."""
+WEIGHTS_SLACK = 256 << 10
+"""Newer releases keep a few small buffers more, or fewer, while weights are loaded."""
+
+
+def others() -> list[str]:
+    """The installed ones."""
+    try:
+        return [release for release in Environment.given().releases if release not in RELEASES]
+    except UpstreamNotFoundError:
+        return []
+
+
+def fault_of(release: str, name: str) -> str | None:
+    """What upstream raises, where it does."""
+    kind = "dense" if "dense" in name else "MoE"
+    return FAULTS.get((release, kind))
+
+
+@pytest.mark.parametrize("release", others())
+@pytest.mark.parametrize("case", [case for case in CASES if case.runs_on("any other")], ids=str)
+def test_start_up(upstream_results, release, case):
+    """Measured memory is xlite_runner's, that of the weights nearly."""
+    result = upstream_results(release)[case.name]
+    if fault := fault_of(release, case.name):
+        assert fault in result["error"]
+        return
+    assert "error" not in result, result["error"]
+    runner = figures_of_runner(case, release)
+    assert {name: result[name] for name in ("peak_activation", "non_torch", "graph")} == {
+        name: runner[name] for name in ("peak_activation", "non_torch", "graph")
+    }
+    assert result["weights"] == pytest.approx(runner["weights"], rel=0, abs=WEIGHTS_SLACK)
+    assert result["weights"] + result["available"] == runner["weights"] + runner["available"]
+
+
+@pytest.mark.parametrize("release", others())
+@pytest.mark.parametrize("case", [case for case in SERVING if case.runs_on("any other")], ids=str)
+def test_steps(upstream_served, release, case):
+    """Steps take what xlite_runner's take."""
+    result = upstream_served(release)[case.name]
+    if fault := fault_of(release, case.name):
+        assert fault in result["error"]
+        return
+    assert "error" not in result, result["error"]
+    runner = serve_by_runner(case, release)["steps"]
+    for ours, theirs in zip(runner, result["steps"], strict=True):
+        assert {name: theirs[name] for name in ("num_scheduled_tokens", "peak", "kept")} == {
+            name: ours[name] for name in ("num_scheduled_tokens", "peak", "kept")
+        }

@@ -84,6 +84,7 @@ class SimWorld:
         _check_choice("values", values, ("shape", "real"))
         _check_choice("torch_npu_version", torch_npu_version, tuple(TORCH_NPU_VERSIONS))
         _check_choice("xlite_version", xlite_version, tuple(XLITE_VERSIONS))
+        _check_type("profile", profile, (str, DeviceProfile), "a profile or its name")
         _check_whole("num_devices", num_devices, at_least=1)
         _check_whole("seed", seed)
         if lone_rank is not None:

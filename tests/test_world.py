@@ -82,6 +82,7 @@ def test_an_error_inside_ends_the_world():
         ({"profile": "a3-64"}, "unknown device profile 'a3-64'; there are "),
         ({"num_devices": 0}, "num_devices must be a whole number of at least 1, got 0"),
         ({"num_devices": "2"}, "num_devices must be a whole number of at least 1, got '2'"),
+        ({"profile": 3}, "profile must be a profile or its name, got 3"),
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"seed": "x"}, "seed must be a whole number of at least 0, got 'x'"),
         ({"lone_rank": 1.0}, "lone_rank must be a whole number of at least 0, got 1.0"),

@@ -49,7 +49,7 @@ def skip_reason(item: pytest.Item, choice: Choice, capabilities: Mapping[str, st
                 return f"{name}: {reason}"
     is_ours = choice.explicit or _uses_world(item)
     for marker in item.iter_markers("needs"):
-        if is_ours and (marker.kwargs or not marker.args):
+        if is_ours and marker.kwargs:  # without any argument it is needs(*[]), which all devices have
             raise MarkerError(f"{_shown(marker)}: expected capabilities, any of {', '.join(capabilities)}")
         for capability in marker.args:
             if isinstance(capability, str) and capability in capabilities:
@@ -82,8 +82,14 @@ def check(item: pytest.Item, choice: Choice) -> None:
     if marker is not None and (marker.args or marker.kwargs):
         raise MarkerError(f"{_shown(marker)}: expected no arguments")
     marker = item.get_closest_marker("npu_settings")
-    if marker is not None and marker.args:
-        raise MarkerError(f"{_shown(marker)}: expected settings by name, such as num_devices=2")
+    if marker is not None:
+        if marker.args:
+            raise MarkerError(f"{_shown(marker)}: expected settings by name, such as num_devices=2")
+        # Those that count on a card too; the others, SimWorld looks at.
+        if not _is_whole(marker.kwargs.get("num_devices", 1), at_least=1):
+            raise MarkerError(f"{_shown(marker)}: num_devices must be a whole number from 1")
+        if not _is_whole(marker.kwargs.get("seed", 0)):
+            raise MarkerError(f"{_shown(marker)}: seed must be a whole number from 0 to 2**64 - 1")
     if _uses_world(item):  # elsewhere, a marker named seed may be the project's own
         seed_of(item, choice)
 
@@ -136,9 +142,9 @@ def seed_of(item: pytest.Item, choice: Choice) -> int:
     if marker is None:
         return choice.seed
     numbers = _given(marker, "number")
-    if len(numbers) != 1 or type(numbers[0]) is not int or not 0 <= numbers[0] <= MAX_SEED:
+    if len(numbers) != 1 or not _is_whole(numbers[0]):
         raise MarkerError(f"{_shown(marker)}: expected one whole number from 0 to 2**64 - 1")
-    return numbers[0]
+    return int(numbers[0])
 
 
 def parse_bytes(size: object) -> int:
@@ -153,6 +159,10 @@ def parse_bytes(size: object) -> int:
     if match is None:
         raise MarkerError(f"a size is a number of bytes or a text such as '600 MiB' (B, KiB, MiB, GiB), got {size!r}")
     return round(float(match[1]) * _UNITS[match[2]])
+
+
+def _is_whole(number: object, at_least: int = 0) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and at_least <= number <= MAX_SEED
 
 
 def _given(marker: pytest.Mark, name: str, *others: str) -> Sequence[Any]:

@@ -62,18 +62,20 @@ WRONG = {
     'sim_only(why="so")': "sim_only(why='so'): expected a reason as text",
     'needs("value")': "needs: unknown capability 'value'; known are faults, * xlite; did you mean 'values'?",
     'needs(["values"])': "needs: unknown capability [[]'values']; known are faults, *",
-    'needs': "needs(): expected capabilities, any of faults, *",
+    'needs(all=True)': "needs(all=True): expected capabilities, any of faults, *",
     'npu_memory_limit("banana")': "a size is a number of bytes or a text such as *, got 'banana'",
     'npu_leaks_nothing(3)': "npu_leaks_nothing(3): expected no arguments",
     'npu_profile("a3-64")': "unknown device profile 'a3-64'; *; did you mean 'a3-64g'?",
     'npu_profile(3)': "npu_profile(3): expected the name of a device profile",
+    'npu_settings(num_devices="2")': "npu_settings(num_devices='2'): num_devices must be a whole number from 1",
+    'npu_settings(seed=1 << 64)': "npu_settings(seed=18446744073709551616): seed must be a whole number from 0 to *",
     'npu_settings(2)': "npu_settings(2): expected settings by name, such as num_devices=2",
     'seed("often")': "seed('often'): expected one whole number from 0 to 2[*][*]64 - 1",
     'seed(1 << 64)': "seed(18446744073709551616): expected one whole number from 0 to 2[*][*]64 - 1",
 }  # fmt: skip
 WRONG_IN_THE_SIMULATION = {
     'npu_settings(nonsense=1)': "npu_settings: not an argument of npusim.SimWorld: nonsense",
-    'npu_settings(num_devices=0)': "npu_world cannot be made as the markers say: num_devices must be *, got 0",
+    'npu_settings(total_bytes="60 GiB")': "npu_world cannot be made *: total_bytes must *, got '60 GiB'",
     'npu_settings(environment={"PYTORCH_NPU_ALLOC_CONF": "x:1"})': "npu_world cannot be made *: Unrecognized key*",
 }  # fmt: skip
 
@@ -101,6 +103,7 @@ def test_arguments_of_marks_have_names(run):
 
         @pytest.mark.npu_memory_limit(limit="1 MiB")
         @pytest.mark.seed(number=7)
+        @pytest.mark.needs(*[])
         def test_named(npu_world):
             import torch
             assert torch.initial_seed() == 7

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from npusim.device.event_log import EventLog
 from npusim.device.hbm import Hbm

@@ -3,17 +3,21 @@
 Decode steps of ``concurrency`` requests, half way through their output, and their share of the steps that also take in
 a new request. Three rows of costs were set so that the first table comes out (docs/time.md); all else is a check.
 
-    python -m benchmarks.published_tables
+    python benchmarks/published_tables.py
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from npusim.device.cost import ENGINE, GRAPH_TASK_NS, VECTOR_START_NS, CostModel, Product, Unit, Work
 from npusim.device.profile import load_profile

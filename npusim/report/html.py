@@ -19,7 +19,7 @@ _PAGE: Final = """<!doctype html>
 body {{ font: 14px/1.4 system-ui, sans-serif; margin: 1.5em; color: #222; background: #fff }}
 h1 {{ font-size: 1.2em }} h2 {{ font-size: 1em; margin: 0 0 .3em }}
 .panels {{ display: flex; flex-wrap: wrap; gap: 1.5em }}
-svg text {{ font-size: 11px; fill: #222 }}
+svg text {{ font-size: 11px; fill: #222; paint-order: stroke; stroke: #fffb; stroke-width: 3px }}
 .readout {{ font-variant-numeric: tabular-nums; white-space: pre-wrap; min-height: 3em; max-width: 600px }}
 .legend span {{ display: inline-block; margin-right: 1.2em }}
 .legend i {{ display: inline-block; width: .9em; height: .9em; margin-right: .4em; border: 1px solid #666 }}

@@ -267,34 +267,32 @@ def test_files(tmp_path):
         read_recording(tmp_path / "y.json.gz")
 
 
+DAMAGED = "is no recording, or a damaged one: "
+NEWER = f"is a recording in format 'npusim-recording-2'; npusim {npusim.__version__} reads 'npusim-recording-1'."
+
+
+def packed(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"text", "cannot be read: Not a gzipped file"),
-        (gzip.compress(b"[]"), "is no recording, or a damaged one: TypeError"),
-        (gzip.compress(b"{}"), "is no recording, or a damaged one: KeyError('format')"),
-        (
-            gzip.compress(b'{"format": "npusim-recording-2"}'),
-            f"is a recording in format 'npusim-recording-2'; npusim {npusim.__version__} reads 'npusim-recording-1'.",
+        pytest.param(b"text", "cannot be read: Not a gzipped file", id="text"),
+        pytest.param(packed(b"[]"), DAMAGED + "TypeError", id="list"),
+        pytest.param(packed(b"{}"), DAMAGED + "KeyError('format')", id="no format"),
+        pytest.param(packed(b'{"format": "npusim-recording-2"}'), NEWER, id="newer"),
+        pytest.param(packed(b'{"format": "npusim-recording-1"}'), DAMAGED + "test: Field required", id="no fields"),
+        pytest.param(packed(WRITTEN.replace(b"0,", b"-1,")), DAMAGED, id="negative"),
+        pytest.param(packed(WRITTEN.replace(b'"cann"', b'"can"')), DAMAGED + "ValueError('no version", id="no version"),
+        pytest.param(
+            packed(WRITTEN.replace(b'events": 5', b'events": 6')), DAMAGED + "ValueError('phases", id="phases"
         ),
-        (gzip.compress(b'{"format": "npusim-recording-1"}'), "is no recording, or a damaged one: test: Field required"),
-        (gzip.compress(WRITTEN.replace(b"0,", b"-1,")), "is no recording, or a damaged one: "),
-        (
-            gzip.compress(WRITTEN.replace(b'"cann"', b'"can"')),
-            "is no recording, or a damaged one: ValueError('no version",
-        ),
-        (
-            gzip.compress(WRITTEN.replace(b'"num_events": 5', b'"num_events": 6')),
-            "is no recording, or a damaged one: Val",
-        ),
-        (gzip.compress(WRITTEN.replace(b",4194304", b',"4 MiB"')), "is no recording, or a damaged one: events.1.size"),
-        (gzip.compress(WRITTEN[:-5]), "is no recording, or a damaged one: JSONDecodeError"),
-        (
-            gzip.compress(WRITTEN.replace(b"20971520", b'"x"')),
-            "is no recording, or a damaged one: phases.1.reserved_by",
-        ),
-        (gzip.compress(WRITTEN)[:-20], "is no recording, or a damaged one: EOFError"),
-        (gzip.compress(WRITTEN)[:40] + bytes(40) + gzip.compress(WRITTEN)[80:], "is no recording, or a damaged one: "),
+        pytest.param(packed(WRITTEN.replace(b",4194304", b',"4 MiB"')), DAMAGED + "events.1.size", id="event"),
+        pytest.param(packed(WRITTEN.replace(b"20971520", b'"x"')), DAMAGED + "phases.1.reserved_bytes", id="phase"),
+        pytest.param(packed(WRITTEN[:-5]), DAMAGED + "JSONDecodeError", id="half a line"),
+        pytest.param(packed(WRITTEN)[:-20], DAMAGED + "EOFError", id="half a file"),
+        pytest.param(packed(WRITTEN)[:40] + bytes(40) + packed(WRITTEN)[80:], DAMAGED, id="hole"),
     ],
 )
 def test_files_that_are_no_recordings(content, complaint, tmp_path, capsys):

@@ -17,8 +17,8 @@ ON_ANY_RELEASE = ("tiny dense", "tiny MoE, EP 2", "seed, rank 0", "tiny dense, g
 
 
 def has_the_fix(release: str) -> bool:
-    """Whether a release, of vllm or of vllm-ascend, came after PR #11380."""
-    return tuple(map(int, release.split(".")[:2])) >= (0, 23)
+    """Whether a release, of vllm or of vllm-ascend, has PR #11380; 0.29.0rc1 runs the model again."""
+    return (0, 23) <= tuple(map(int, release.split(".")[:2])) < (0, 29)
 
 
 @dataclass(frozen=True)

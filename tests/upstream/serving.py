@@ -150,7 +150,7 @@ def serve(upstream: StartedRank, scheduler: Any) -> Iterator[Step]:
 def main() -> None:
     """Start one rank, let it serve prompts, and print the result."""
     parser = scenario_parser(__doc__)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[], metavar="LENGTH")
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], metavar="LENGTH")
     options = parser.parse_args()
     results = stdout_for_results()
     scenario = load_scenario(options.scenario, options.set)

@@ -12,13 +12,16 @@ from xlite_runner.cudagraph_dispatcher import CudagraphDispatcher
 from xlite_runner.forward_context import BatchDescriptor
 from xlite_runner.parallel_state import ParallelState
 
+_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+"""From what every rank can run to what not every rank can."""
+
 
 @dataclass(frozen=True)
 class BatchExecution:
     """One step's execution.
 
     Attributes:
-        mode: NONE or FULL.
+        mode: NONE, PIECEWISE or FULL.
         descriptor: Shape with padding.
         max_tokens_across_dp: Tokens of the data-parallel rank that has most, with padding.
     """
@@ -57,14 +60,16 @@ class BatchExecutionPlanner:
         mode, descriptor = self._dispatch(num_tokens, uniform_decode=uniform_decode, force_eager=force_eager)
         if self._group is None:
             return BatchExecution(mode, descriptor, descriptor.num_tokens)
-        own = torch.tensor([descriptor.num_tokens, mode is CUDAGraphMode.FULL], dtype=torch.int32, device="cpu")
+        own = torch.tensor([descriptor.num_tokens, _MODES.index(mode)], dtype=torch.int32, device="cpu")
         gathered = [torch.empty_like(own) for _ in range(self._dp_size)]
         dist.all_gather(gathered, own, group=self._group)
         of_ranks = torch.stack(gathered)
-        max_tokens, all_replay = int(of_ranks[:, 0].max()), bool(of_ranks[:, 1].all())
-        if all_replay:
-            mode, descriptor = self._dispatch(max_tokens, uniform_decode=uniform_decode, force_eager=force_eager)
-        elif mode is CUDAGraphMode.FULL:
+        max_tokens, common = int(of_ranks[:, 0].max()), _MODES[int(of_ranks[:, 1].min())]
+        if common is not CUDAGraphMode.NONE:
+            mode, descriptor = self._dispatcher.dispatch(
+                max_tokens, uniform_decode=uniform_decode, piecewise_only=common is CUDAGraphMode.PIECEWISE
+            )
+        elif mode is not CUDAGraphMode.NONE:
             mode, descriptor = CUDAGraphMode.NONE, BatchDescriptor(descriptor.num_tokens)
         return BatchExecution(mode, descriptor, max_tokens)
 

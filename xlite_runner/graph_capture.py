@@ -44,7 +44,7 @@ class GraphRunner:
         Where xlite executes decode steps, nothing is captured, and this measures what its first steps take.
         """
         runner = self._runner
-        num_piecewise = runner.cudagraph_dispatcher.num_piecewise_sizes
+        num_piecewise = len(runner.cudagraph_dispatcher.piecewise_sizes)
         if num_piecewise:
             logger.warning(
                 "The model is not compiled: %d sizes that torch.compile would cut into piecewise graphs are not "

@@ -21,7 +21,7 @@ from xlite_runner.wrapper import XliteWrapper
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny.toml"
-NONE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.FULL
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 OFF, DECODE_ONLY = {"enabled": False}, {"enabled": True}
 MIB = 1 << 20
 
@@ -54,8 +54,24 @@ def test_all_configured_sizes_are_captured_largest_first(xlite, max_num_seqs):
     ],
 )
 def test_decode_steps_are_padded_to_the_next_graph(num_tokens, uniform_decode, mode, descriptor):
-    dispatcher = CudagraphDispatcher(config())
+    dispatcher = CudagraphDispatcher(config(DECODE_ONLY))
     assert dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode) == (mode, descriptor)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "uniform_decode", "mode", "descriptor"),
+    [
+        (3, True, FULL, BatchDescriptor(4, 4, uniform=True)),
+        (3, False, PIECEWISE, BatchDescriptor(4)),
+        (8, False, PIECEWISE, BatchDescriptor(8)),
+        (9, False, NONE, BatchDescriptor(9)),
+    ],
+)
+def test_other_steps_are_padded_to_the_size_of_a_piecewise_graph(num_tokens, uniform_decode, mode, descriptor):
+    dispatcher = CudagraphDispatcher(config(OFF))
+    assert dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode) == (mode, descriptor)
+    piecewise = dispatcher.dispatch(num_tokens, uniform_decode=uniform_decode, piecewise_only=True)
+    assert piecewise == (mode if mode is NONE else PIECEWISE, BatchDescriptor(descriptor.num_tokens))
 
 
 @pytest.mark.parametrize("xlite", [{"enabled": True, "full_mode": True}, DECODE_ONLY, OFF])

@@ -158,6 +158,7 @@ CASES = (
         "tiny dense, no prefix cache, whole prompts",
         WHOLE_PROMPTS,
     ),
+    Case("tiny dense, YaRN", {"model": MODELS / "tiny-qwen3-yarn.json"}),
     Case("tiny MoE", TINY_MOE),
     Case("tiny MoE, TP 2", TINY_MOE | {"tensor_parallel_size": 2}),
     Case("tiny MoE, EP 2", TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
@@ -210,6 +211,16 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-p, logprobs": {"top_p": 0.9, "logprobs": 5},
     "greedy, penalties": {"temperature": 0.0, "presence_penalty": 0.5},
 }
+OWN_WAYS: tuple[dict[str, Any], ...] = (
+    {"top_p": 0.5, "min_p": 0.1},
+    {"temperature": 1e-6},
+    {"temperature": 1.0, "min_tokens": 2, "stop_token_ids": (5, 6)},
+    {"logprobs": -1},
+    {"temperature": 1.0, "allowed_token_ids": (1, 2, 3)},
+    {"temperature": 1.0, "seed": 7, "min_p": 0.1},
+    {"seed": 7, "logprobs": 2},
+)
+"""Each request is sampled otherwise: greedy with filters, a temperature that counts as 0.01, ..."""
 
 
 def prompts(*lengths: int) -> tuple[range, ...]:
@@ -226,6 +237,8 @@ def served(name: str, settings: dict[str, Any], lengths: Sequence[int], sampling
 
 CHUNKS = (7, 400, 30)
 """Lengths of which one needs two steps of 256 tokens."""
+PADDED = {"xlite_graph_config": OFF, "max_num_seqs": 64}
+"""Steps with prompts are smaller than the largest graph, and padded."""
 SHORT = (3, 5, 4)
 """Lengths that fit what MC2 dispatches together: other ways to dispatch tokens read routing that nobody computed."""
 DECODE_ONLY_EAGER = {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True}
@@ -243,6 +256,8 @@ SERVING = (
     served("tiny dense, xlite off, eager", OFF_EAGER, CHUNKS, "top-p"),
     served("tiny dense, decode-only", {"xlite_graph_config": DECODE_ONLY}, CHUNKS, "greedy"),
     served("tiny dense, xlite off", {"xlite_graph_config": OFF}, CHUNKS, "greedy"),
+    served("tiny dense, xlite off, prompts padded", PADDED, SHORT, "greedy"),
+    served("tiny dense, each its own way", {}, [9] * len(OWN_WAYS), "greedy, penalties", each=OWN_WAYS),
     served("tiny MoE, EP 2", EP_2, CHUNKS, "top-p"),
     served("tiny MoE, EP 2, decode-only eager", EP_2 | DECODE_ONLY_EAGER, SHORT, "greedy"),
     served("real tiny dense", FEW_BLOCKS, CHUNKS, "greedy", **REAL),

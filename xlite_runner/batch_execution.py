@@ -45,7 +45,7 @@ class BatchExecutionPlanner:
     """
 
     def __init__(self, config: RunnerConfig, parallel: ParallelState, dispatcher: CudagraphDispatcher) -> None:
-        self._group = parallel.dp_cpu_group if config.model.moe is not None else None
+        self._group = parallel.dp_cpu_group
         self._dp_size = config.parallel.data_parallel_size
         self._dispatcher = dispatcher
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -13,7 +13,7 @@ from xlite_runner.audit.probe import DeviceLedger, run_audit
 from xlite_runner.audit.result import RankAudit
 from xlite_runner.budget import suggest_kv_cache_memory
 from xlite_runner.config import ProfilePolicy, RunnerConfig
-from xlite_runner.kv_cache import get_kv_cache_configs
+from xlite_runner.kv_cache import KVCacheSpec, get_kv_cache_configs
 from xlite_runner.kv_cache.planning import KVCacheConfig
 from xlite_runner.memory_profiling import MemoryUse
 from xlite_runner.result import LedgerRow, ProfileResult, RankResult
@@ -53,7 +53,7 @@ class EngineCore:
         self.policy = policy
         self._run_ranks = run_ranks
         self._on_stage = on_stage
-        ranks = range(config.parallel.world_size_across_dp)
+        ranks = range(config.parallel.num_ranks)
         kind = XliteWorker if config.ascend.xlite_graph_config.enabled else NPUWorker
         self.workers: list[NPUWorker] = [kind(config, rank, rank, store, policy) for rank in ranks]
         self.kv_cache_configs: list[KVCacheConfig] = []
@@ -70,10 +70,27 @@ class EngineCore:
         self._stage("load_model", NPUWorker.load_model)
         available = self._stage("determine_available_memory", NPUWorker.determine_available_memory)
         specs = self._run_ranks([worker.get_kv_cache_spec for worker in self.workers])
-        self.kv_cache_configs = get_kv_cache_configs(specs, available, self.config)
+        self.kv_cache_configs = self._plan_kv_cache(specs, available)
         plans = iter(self.kv_cache_configs)
         self._stage("initialize_from_config", lambda worker: worker.initialize_from_config(next(plans)))
         self._stage("compile_or_warm_up_model", NPUWorker.compile_or_warm_up_model)
+
+    def _plan_kv_cache(
+        self, specs: Sequence[Mapping[str, KVCacheSpec]], available: Sequence[int]
+    ) -> list[KVCacheConfig]:
+        """Each replica plans for itself, as upstream's engine cores do, which do not bring their sizes together.
+
+        Exact: vllm 0.22.1 and 0.23.0, ``EngineCore._initialize_kv_caches``.
+        """
+        size = self.config.parallel.world_size
+        replicas = [slice(first, first + size) for first in range(0, len(specs), size)]
+        plans = [get_kv_cache_configs(specs[ranks], available[ranks], self.config) for ranks in replicas]
+        return [plan for of_replica in plans for plan in of_replica]
+
+    @property
+    def num_gpu_blocks(self) -> list[int]:
+        """Blocks of the KV cache, by replica."""
+        return [plan.num_blocks for plan in self.kv_cache_configs[:: self.config.parallel.world_size]]
 
     def _stage(self, name: str, run: Callable[[NPUWorker], T]) -> list[T]:
         def staged(worker: NPUWorker) -> T:
@@ -115,7 +132,7 @@ class EngineCore:
             ledgers: Who owns each device's memory, by rank, if that is known.
             event_log_digest: Identifies what the simulated world did.
         """
-        plan = self.kv_cache_configs[0]
+        plan = min(self.kv_cache_configs, key=lambda plan: plan.num_blocks)
         max_model_len = self.config.scheduler.max_model_len
         return ProfileResult(
             policy=self.policy.value,

@@ -5,7 +5,7 @@ Upstream keeps them in module globals; here they are one object that is handed d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,31 +37,39 @@ def group_specs(parallel_config: ParallelConfig, *, is_moe: bool) -> tuple[Group
     """All groups, in the order in which every rank has to create them (creation is collective).
 
     Ranks count tensor-parallel fastest, then pipeline, then data parallel. Order, ranks and buffer sizes are those of
-    vllm-ascend 0.22.1rc1 and 0.23.0. A dense model has no ``ep`` group, but an ``mc2`` group all the same.
+    vllm-ascend 0.22.1rc1 and 0.23.0. A dense model has no ``ep`` group, but an ``mc2`` group all the same. Independent
+    replicas have groups of their own of every kind, ``world`` included.
     """
     tp_size = parallel_config.tensor_parallel_size
     pp_size = parallel_config.pipeline_parallel_size
     dp_size = parallel_config.data_parallel_size
     tp, pp, dp = range(tp_size), range(pp_size), range(dp_size)
+    num_ranks, world_size = parallel_config.num_ranks, parallel_config.world_size_across_dp
 
     def rank(d: int, p: int, t: int) -> int:
         return (d * pp_size + p) * tp_size + t
 
-    singles = tuple((r,) for r in range(parallel_config.world_size_across_dp))
-    expert_parallel = tuple(tuple(rank(d, p, t) for d in dp for t in tp) for p in pp)
+    def groups(name: str, rank_lists: Iterable[Iterable[int]], buffer_size_mb: int | None) -> GroupSpec:
+        """Groups like those of the first world in each of them."""
+        firsts, lists = range(0, num_ranks, world_size), [tuple(ranks) for ranks in rank_lists]
+        every = tuple(tuple(first + rank for rank in ranks) for first in firsts for ranks in lists)
+        return GroupSpec(name, every, buffer_size_mb)
+
+    singles = [(r,) for r in range(world_size)]
+    expert_parallel = [[rank(d, p, t) for d in dp for t in tp] for p in pp]
     dp_buffer_size_mb = max(-(-4 * (dp_size + 1) // (1 << 20)), MIN_DP_BUFFER_SIZE_MB)
     specs = [
-        GroupSpec("world", (tuple(range(parallel_config.world_size_across_dp)),), DEFAULT_BUFFER_SIZE_MB),
-        GroupSpec("tp", tuple(tuple(rank(d, p, t) for t in tp) for d in dp for p in pp), DEFAULT_BUFFER_SIZE_MB),
-        GroupSpec("dcp", singles, DEFAULT_BUFFER_SIZE_MB),
-        GroupSpec("pcp", singles, DEFAULT_BUFFER_SIZE_MB),
-        GroupSpec("pp", tuple(tuple(rank(d, p, t) for p in pp) for d in dp for t in tp), DEFAULT_BUFFER_SIZE_MB),
-        GroupSpec("dp", tuple(tuple(rank(d, p, t) for d in dp) for t in tp for p in pp), dp_buffer_size_mb),
+        groups("world", [range(world_size)], DEFAULT_BUFFER_SIZE_MB),
+        groups("tp", ([rank(d, p, t) for t in tp] for d in dp for p in pp), DEFAULT_BUFFER_SIZE_MB),
+        groups("dcp", singles, DEFAULT_BUFFER_SIZE_MB),
+        groups("pcp", singles, DEFAULT_BUFFER_SIZE_MB),
+        groups("pp", ([rank(d, p, t) for p in pp] for d in dp for t in tp), DEFAULT_BUFFER_SIZE_MB),
+        groups("dp", ([rank(d, p, t) for d in dp] for t in tp for p in pp), dp_buffer_size_mb),
     ]
     if is_moe:
-        specs.append(GroupSpec("ep", expert_parallel, DEFAULT_BUFFER_SIZE_MB))
+        specs.append(groups("ep", expert_parallel, DEFAULT_BUFFER_SIZE_MB))
     # The MC2 operators size their window by HCCL_BUFFSIZE alone, so this group must not have a size of its own.
-    specs.append(GroupSpec("mc2", expert_parallel, None))
+    specs.append(groups("mc2", expert_parallel, None))
     return tuple(specs)
 
 
@@ -135,6 +143,11 @@ class ParallelState:
     local_rank: int
     groups: Mapping[str, GroupCoordinator]
     dp_cpu_group: dist.ProcessGroup | None = None
+
+    @property
+    def world(self) -> GroupCoordinator:
+        """All ranks that this one can have collectives with."""
+        return self.groups["world"]
 
     @property
     def tp(self) -> GroupCoordinator:

@@ -49,7 +49,10 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileResult:
-    """One start-up under one profile policy: every rank, the common KV-cache plan and the log as upstream words it."""
+    """One start-up under one profile policy: every rank, the KV-cache plan and the log as upstream words it.
+
+    Of several replicas, each of which plans for itself, the plan is that of the one with the smallest cache.
+    """
 
     policy: str
     ranks: tuple[RankResult, ...]
@@ -61,5 +64,5 @@ class ProfileResult:
 
     @property
     def limiting_rank(self) -> RankResult:
-        """The rank with the least memory for the KV cache, which sets the number of blocks of all (first of equals)."""
+        """The rank with the least memory for the KV cache, which sets its replica's blocks (first of equals)."""
         return min(self.ranks, key=lambda rank: (rank.available_kv_cache_bytes, rank.rank))

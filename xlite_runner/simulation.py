@@ -22,6 +22,7 @@ from xlite_runner.serving.clock import Clock, HostOverhead
 if TYPE_CHECKING:
     from npusim.device.ledger import LedgerEntry
     from npusim.device.profile import DeviceProfile
+    from npusim.hccl.rank_process import Store
     from npusim.torch_backend.values import Told
     from npusim.world import SimWorld
     from xlite_runner.engine import EngineCore
@@ -138,6 +139,7 @@ def build_world(
     profile: DeviceProfile | None = None,
     *,
     lone_rank: int | None = None,
+    store: Store | None = None,
     told_values: Told | None = None,
     values: Literal["shape", "real"] = "shape",
 ) -> SimWorld:
@@ -149,6 +151,7 @@ def build_world(
         policy: What the profile run executes in xlite full mode.
         profile: The devices' profile, if not the one that the scenario names.
         lone_rank: The only rank that will run.
+        store: Of ``torch.distributed``: the other ranks are processes of their own that share it.
         told_values: Says what was sampled; a started engine cannot serve without, since nobody computes logits.
         values: As for :class:`npusim.SimWorld`.
     """
@@ -168,6 +171,7 @@ def build_world(
             {process.name: process.memory_bytes for process in scenario.other_processes_of(rank)} for rank in ranks
         ],
         lone_rank=lone_rank,
+        store=store,
         told_values=told_values,
         host_costs=ENGINE,
         values=values,

@@ -101,7 +101,7 @@ class NPUWorker:
                 "Decrease GPU memory utilization or reduce GPU memory used by other processes."
             )
         parallel = self.config.parallel
-        dist.init_process_group("hccl", store=self._store, rank=self.rank, world_size=parallel.world_size_across_dp)
+        dist.init_process_group("hccl", store=self._store, rank=self.rank, world_size=parallel.num_ranks)
         groups = initialize_parallel_state(
             parallel, self.rank, self.local_rank, is_moe=self.config.model.moe is not None
         )

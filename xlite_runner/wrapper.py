@@ -77,7 +77,9 @@ class XliteWrapper:
     ) -> None:
         self.runnable = runnable
         self.revision = REVISIONS[policy]
-        self.adapter: XliteModel = get_adapter(config.model.architecture)(self.unwrap(), config, parallel.rank)
+        self.adapter: XliteModel = get_adapter(config.model.architecture)(
+            self.unwrap(), config, parallel.world.rank_in_group
+        )
         self.dispatcher = Dispatcher(
             full_mode=config.ascend.xlite_graph_config.full_mode,
             data_parallel_size=config.parallel.data_parallel_size,
@@ -147,12 +149,13 @@ class XliteWrapper:
 def make_runtime(revision: Revision, config_values: Mapping[str, Any], parallel: ParallelState) -> Runtime:
     """The runtime of xlite for this rank, without its pool yet."""
     tp_size, dp_size = config_values["def_tp_size"], config_values["def_dp_size"]
+    rank = parallel.world.rank_in_group
     if not revision.tells_moe_sizes:
-        return Runtime(parallel.local_rank, 0, parallel.rank, tp_size, dp_size)
+        return Runtime(parallel.local_rank, 0, rank, tp_size, dp_size)
     return Runtime(
         devid=parallel.local_rank,
         size=0,
-        rank=parallel.rank,
+        rank=rank,
         tp_size=tp_size,
         dp_size=dp_size,
         moe_tp_size=config_values["moe_tp_size"],

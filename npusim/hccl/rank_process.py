@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from npusim.device.clock import Clock
-from npusim.errors import CollectiveMismatchError, UnmodelledCallError
+from npusim.errors import CollectiveMismatchError, RankMissingError, UnmodelledCallError
 from npusim.hccl.ranks import LoneRank, Portable, group_text
 
 P = TypeVar("P")
@@ -28,8 +28,6 @@ class Store(Protocol):
 
 class RankProcess(LoneRank):
     """One rank of several, each in its own process with its own world; what they exchange are values.
-
-    A peer that never arrives is the store's error, after its time limit.
 
     Args:
         rank: The rank of this process.
@@ -60,6 +58,7 @@ class RankProcess(LoneRank):
 
         Raises:
             CollectiveMismatchError: The ranks do different things.
+            RankMissingError: One did not come within the store's time limit.
             UnmodelledCallError: The payload cannot leave this process.
         """
         if not isinstance(payload, Portable):
@@ -71,7 +70,7 @@ class RankProcess(LoneRank):
             if rank == group_rank:
                 payloads.append(payload)
                 continue
-            theirs, part = pickle.loads(self._store.get(f"{key}{rank}"))
+            theirs, part = self._answer(f"{key}{rank}", f"{operation} on {group_text(group)} for group rank {rank}")
             if theirs != operation:
                 raise CollectiveMismatchError(
                     f"rank {self.current} calls {operation} on {group_text(group)} where group rank {rank} calls "
@@ -81,9 +80,18 @@ class RankProcess(LoneRank):
         self._forget_last(group, f"{key}{group_rank}")
         finish(payloads, [group_rank])
 
+    def _answer(self, key: str, meeting: str) -> tuple[Hashable, Any]:
+        try:
+            answer = self._store.get(key)
+        except Exception as error:  # torch's, whose class and text depend on the store
+            text = f"rank {self.current} waits in {meeting}, which does not arrive within the store's time limit"
+            raise RankMissingError(text) from error
+        operation, part = pickle.loads(answer)
+        return operation, part
+
     def _forget_last(self, group: Hashable, key: str) -> None:
         """Whoever has answered this collective has read all of the one before."""
-        name = group[0] if isinstance(group, tuple) else group
+        name = group[:-1] if isinstance(group, tuple) else group  # without the collective's number
         last = self._last_keys.get(name)
         if last is not None:
             self._store.delete_key(last)

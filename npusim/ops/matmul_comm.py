@@ -11,6 +11,7 @@ from torch import Tensor
 from npusim.ops.distributed import group_of
 from npusim.ops.moe_comm import meet
 from npusim.ops.operator import IN_BODY, operator
+from npusim.ops.parts import Part, update
 from npusim.ops.refusal import INVALID_PARAMETER, INVALID_TYPE, INVALID_VALUE, refusal
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
@@ -29,22 +30,23 @@ def _together(
     group = group_of(hcom) if platform().hccl_communicator(hcom).num_ranks > 1 else None
     rank, num_ranks = (group.rank(), group.size()) if group else (0, 1)
     given = [tensor is not None for tensor in operands]
+    computes = compute is not None and platform().values.multiplies
+    own = [tensor for tensor in operands if tensor is not None] if computes else []
 
-    def finish(payloads: list[Any], receivers: Sequence[int]) -> None:
-        values = platform().values
-        targets = [target for receiver in receivers for target in payloads[receiver][1]]
-        if compute is None or not values.multiplies:
-            values.forget(targets)
+    def finish(parts: list[Part], receivers: Sequence[int]) -> None:
+        targets = [target for receiver in receivers for target in parts[receiver].outputs]
+        if compute is None or not computes:
+            platform().values.forget(targets)
             return
 
         def all_results(*hosts: Tensor) -> list[Tensor]:
             rest = iter(hosts)
-            by_rank = [[next(rest) if has else None for has in given] for _ in payloads]
+            by_rank = [[next(rest) if has else None for has in given] for _ in range(num_ranks)]
             return [result for receiver in receivers for result in compute(by_rank, receiver)]
 
-        values.update(targets, [t for payload in payloads for t in payload[0] if t is not None], all_results)
+        update(targets, [tensor for part in parts for tensor in part.inputs], all_results)
 
-    meet(hcom, rank, num_ranks, operation, (operands, results), finish)
+    meet(hcom, rank, num_ranks, operation, finish, own, results)
 
 
 def _summed(by_rank: list[list[Tensor | None]]) -> Tensor:

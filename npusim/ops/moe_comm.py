@@ -15,6 +15,7 @@ from npusim.errors import UnmodelledCallError
 from npusim.hccl.ranks import Arrival
 from npusim.ops.hccl_rules import check_wait
 from npusim.ops.operator import operator
+from npusim.ops.parts import Part, update
 from npusim.ops.refusal import refusal, type_name
 from npusim.torch_backend.registration import platform
 from npusim.torch_backend.tensors import new_like
@@ -28,10 +29,12 @@ def meet(
     rank: int,
     num_ranks: int,
     operation: str,
-    payload: Any,
-    finish: Callable[[list[Any], Sequence[int]], None],
+    finish: Callable[[list[Part], Sequence[int]], None],
+    inputs: Sequence[Tensor | None] = (),
+    outputs: Sequence[Tensor] = (),
+    extra: Any = None,
 ) -> None:
-    """Take the communicator's MC2 memory, wait for its other ranks, and let the last one ``finish`` with all payloads.
+    """Take the communicator's MC2 memory, wait for its other ranks, and let the last one ``finish`` with all parts.
 
     What the current stream gets next starts when the last rank is ready.
 
@@ -48,11 +51,12 @@ def meet(
     streams, stream = runtime.card.streams, runtime.current_stream()
     arrival = Arrival(streams.ready_ns(stream))
 
-    def finish_together(payloads: list[tuple[Any, Arrival]], receivers: Sequence[int]) -> None:
-        Arrival.join([each for _, each in payloads])
-        finish([given for given, _ in payloads], receivers)
+    def finish_together(parts: list[Part], receivers: Sequence[int]) -> None:
+        Arrival.join([part.arrival for part in parts])
+        finish(parts, receivers)
 
-    ranks.meet(("mc2", group_name, number), rank, num_ranks, operation, (payload, arrival), finish_together)
+    own = Part(inputs, outputs, extra, arrival)
+    ranks.meet(("mc2", group_name, number), rank, num_ranks, operation, own, finish_together)
     check_wait(runtime, arrival)
     streams.enqueue(stream, 0, not_before_ns=arrival.time_ns)
 
@@ -106,14 +110,17 @@ def _place(
 
 def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str, Any]) -> None:
     num_experts, counts_type = payload["num_experts"], payload["counts_type"]
+    num_choices = payload["ids"].shape[1]
+    own_inputs = [payload["x"], payload["ids"], *([] if payload["mask"] is None else [payload["mask"]])]
+    own_outputs = [payload["counts"], payload["received"], payload["assist"], payload["expand_x"]]
 
-    def finish(payloads: list[dict[str, Any]], receivers: Sequence[int]) -> None:
-        values = platform().values
-        masked = [p["mask"] is not None for p in payloads]
-        ids = [p["ids"] for p in payloads]
-        masks = [p["mask"] for p in payloads if p["mask"] is not None]
-        num_choices = ids[0].shape[1]
-        sizes = [(p["expand_x"].shape[0], p["assist"].shape[0]) for p in payloads]
+    def finish(parts: list[Part], receivers: Sequence[int]) -> None:
+        masked = [len(part.inputs) > 2 for part in parts]
+        xs, ids = ([part.inputs[index] for part in parts] for index in range(2))
+        masks = [mask for part in parts for mask in part.inputs[2:]]
+        receiving = [parts[receiver].outputs for receiver in receivers]
+        # What is computed later must hold no tensors of these.
+        sizes = [(len(expand_x), len(assist)) for _, _, assist, expand_x in receiving]
 
         def places(hosts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
             given = iter(hosts[num_ranks:])
@@ -122,10 +129,10 @@ def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[s
 
         def counts(*hosts: Tensor) -> list[Tensor]:
             results = []
-            for receiver, (senders, entries, rows) in zip(receivers, places(hosts), strict=True):
+            for (_, num_words), (senders, entries, rows) in zip(sizes, places(hosts), strict=True):
                 tokens = rows.sum(1)
                 triples = torch.stack((senders, entries // num_choices, entries % num_choices), dim=1)
-                assist = torch.zeros(sizes[receiver][1], dtype=torch.int32)
+                assist = torch.zeros(num_words, dtype=torch.int32)
                 assist[: len(triples) * _ASSIST_WORDS].view(-1, _ASSIST_WORDS)[:, :3] = triples
                 results += [tokens if counts_type else tokens.cumsum(0), rows.flatten().cumsum(0).int(), assist]
             return results
@@ -135,17 +142,16 @@ def _exchange_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[s
             starts = torch.tensor([0, *(len(x) for x in xs)]).cumsum(0)
             tokens = torch.cat(xs)
             results = []
-            for receiver, (senders, entries, _) in zip(receivers, places(hosts[num_ranks:]), strict=True):
-                result = torch.zeros(sizes[receiver][0], tokens.shape[1], dtype=tokens.dtype)
+            for (num_rows, _), (senders, entries, _) in zip(sizes, places(hosts[num_ranks:]), strict=True):
+                result = torch.zeros(num_rows, tokens.shape[1], dtype=tokens.dtype)
                 result[: len(entries)] = tokens[starts[senders] + entries // num_choices]
                 results.append(result)
             return results
 
-        receiving = [payloads[receiver] for receiver in receivers]
-        values.update([t for p in receiving for t in (p["counts"], p["received"], p["assist"])], [*ids, *masks], counts)
-        values.update([p["expand_x"] for p in receiving], [p["x"] for p in payloads] + [*ids, *masks], rows)
+        update([tensor for outputs in receiving for tensor in outputs[:3]], [*ids, *masks], counts)
+        update([outputs[3] for outputs in receiving], [*xs, *ids, *masks], rows)
 
-    meet(group_name, rank, num_ranks, "moe_distribute_dispatch", payload, finish)
+    meet(group_name, rank, num_ranks, "moe_distribute_dispatch", finish, own_inputs, own_outputs)
 
 
 def _check_shared(num_shared: int, num_shared_ranks: int, ep_world_size: int, ep_rank_id: int) -> None:
@@ -242,13 +248,13 @@ def npu_moe_distribute_dispatch_v2(
         "expand_x": expand_x,
     }
     if shared_expert_rank_num or quant_mode or tp_world_size > 1:
-        meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_dispatch", None, _nothing)
+        meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_dispatch", _nothing)
     else:
         _exchange_tokens(group_ep, ep_rank_id, ep_world_size, payload)
     return expand_x, dynamic_scales, assist, counts, received, tp_received, expand_scales
 
 
-def _nothing(payloads: list[Any], receivers: Sequence[int]) -> None:
+def _nothing(parts: list[Part], receivers: Sequence[int]) -> None:
     """Only shapes are modelled."""
 
 
@@ -309,7 +315,7 @@ def npu_moe_distribute_dispatch(
         received = new_like(
             x, (ep_world_size * num_experts + 2 * global_rows * num_choices * (ep_world_size // 8),), torch.int32
         )
-    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_dispatch", None, _nothing)
+    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_dispatch", _nothing)
     return expand_x, dynamic_scales, expand_idx, counts, received, tp_received, expand_scales
 
 
@@ -317,14 +323,16 @@ def npu_moe_distribute_dispatch(
 
 
 def _return_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str, Tensor]) -> None:
-    def finish(payloads: list[dict[str, Tensor]], receivers: Sequence[int]) -> None:
-        outputs = [p["output"] for p in payloads]
-        sizes = [output.shape for output in outputs]
-        dtype = outputs[0].dtype
-        names = ("x", "assist", "counts", "scales")
+    output, dtype = payload["output"], payload["output"].dtype
+    inputs = [payload[name] for name in ("x", "assist", "counts", "scales")]
+    # Nothing follows from some of them, and large ones need not be sent.
+    own_inputs = inputs if platform().values.known(inputs) else [None] * len(inputs)
+
+    def finish(parts: list[Part], receivers: Sequence[int]) -> None:
+        sizes = [part.extra for part in parts]
 
         def combine(*hosts: Tensor) -> list[Tensor]:
-            xs, assists, counts, scales = (hosts[i * num_ranks : (i + 1) * num_ranks] for i in range(len(names)))
+            xs, assists, counts, scales = (hosts[i * num_ranks : (i + 1) * num_ranks] for i in range(len(inputs)))
             totals = [torch.zeros(size) for size in sizes]
             for x, assist, count in zip(xs, assists, counts, strict=True):
                 num_rows = int(count.max()) if len(count) else 0
@@ -333,10 +341,10 @@ def _return_tokens(group_name: str, rank: int, num_ranks: int, payload: dict[str
                     totals[sender][token] += x[row].float() * scales[sender][token, choice]
             return [totals[receiver].to(dtype) for receiver in receivers]
 
-        targets = [outputs[receiver] for receiver in receivers]
-        platform().values.update(targets, [p[name] for name in names for p in payloads], combine)
+        targets = [parts[receiver].outputs[0] for receiver in receivers]
+        update(targets, [part.inputs[index] for index in range(len(inputs)) for part in parts], combine)
 
-    meet(group_name, rank, num_ranks, "moe_distribute_combine", payload, finish)
+    meet(group_name, rank, num_ranks, "moe_distribute_combine", finish, own_inputs, [output], tuple(output.shape))
 
 
 @operator("npu::npu_moe_distribute_combine_v2")
@@ -366,7 +374,7 @@ def npu_moe_distribute_combine_v2(
     dtype = torch.bfloat16 if expand_x.dtype is torch.int32 else expand_x.dtype
     output = new_like(expert_ids, (expert_ids.shape[0], expand_x.shape[1]), dtype)
     if shared_expert_rank_num or shared_expert_x is not None or tp_world_size > 1:
-        meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine", None, _nothing)
+        meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine", _nothing)
     else:
         num_counts = moe_expert_num
         payload = {
@@ -397,7 +405,7 @@ def npu_moe_distribute_combine(
     _check_combine(expand_x, expert_ids)
     dtype = torch.bfloat16 if expand_x.dtype is torch.int32 else expand_x.dtype
     output = new_like(expert_ids, (expert_ids.shape[0], expand_x.shape[1]), dtype)
-    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine", None, _nothing)
+    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine", _nothing)
     return output
 
 
@@ -431,5 +439,5 @@ def npu_moe_distribute_combine_add_rms_norm(
     y = new_like(expert_ids, (rows, 1, width), dtype)
     rstd = new_like(expert_ids, (rows, 1, 1), torch.float32)
     total = new_like(expert_ids, (rows, 1, width), dtype)
-    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine_add_rms_norm", None, _nothing)
+    meet(group_ep, ep_rank_id, ep_world_size, "moe_distribute_combine_add_rms_norm", _nothing)
     return y, rstd, total

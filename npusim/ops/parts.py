@@ -52,11 +52,11 @@ def update(targets: Sequence[Tensor], sources: Sequence[Tensor | None], compute:
     if len(on_device) == len(sources):
         values.update(targets, on_device, compute)
         return
+    # What is computed later must hold no tensor of the device.
+    given = [None if source is not None and source.device.type == "npu" else source for source in sources]
 
     def compute_with_others(*hosts: Tensor) -> Any:
         each = iter(hosts)
-        return compute(
-            *[source if source.device.type == "cpu" else next(each) for source in sources if source is not None]
-        )
+        return compute(*[next(each) if source is None else source for source in given])
 
     values.update(targets, on_device, compute_with_others)

@@ -127,7 +127,7 @@ class SimulatedDriver:
         arrival = Arrival(card.streams.ready_ns(stream), card.slowdown)
         if ranks.are_several and not ranks.is_lone:
             replica, tp_rank = divmod(model.rank, model.tp.size)
-            ranks.arrive(("xlite TP", replica), tp_rank, model.tp.size, "xlite forward", arrival)
+            ranks.arrive(("xlite TP", device - tp_rank), tp_rank, model.tp.size, "xlite forward", arrival)
             ranks.arrive(("xlite DP", tp_rank), replica, model.dp.size, "xlite forward", arrival)
         forward_time = ForwardTime(model, card.costs)
         duration_ns = OpenDuration(forward_time(lengths), lambda lens, cached: forward_time(Lengths(lens, cached)))

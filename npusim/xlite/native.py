@@ -10,6 +10,8 @@ import torch
 
 from npusim.device.hbm import OutOfHbmError
 from npusim.errors import UnmodelledNameError
+from npusim.hccl.ranks import Arrival
+from npusim.ops.parts import Part
 from npusim.torch_backend.registration import platform
 from npusim.xlite.arena import Arena
 from npusim.xlite.checks import check_forward, check_weights
@@ -121,18 +123,17 @@ class Runtime:
     def all_reduce_values(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of a host tensor over the TP ranks, in float32, rounded once."""
         self._num_reductions += 1
-        group = f"xlite TP {self.rank // self.tp_size}", self._num_reductions
-        received: list[torch.Tensor] = []
+        tp_rank, total = self.rank % self.tp_size, torch.empty_like(part)
+        group = f"xlite TP from device {self.devid - tp_rank}", self._num_reductions
 
-        def finish(payloads: list[tuple[torch.Tensor, list[torch.Tensor]]], receivers: Sequence[int]) -> None:
-            total = torch.stack([tensor.float() for tensor, _ in payloads]).sum(0).to(part.dtype)
+        def finish(parts: list[Part], receivers: Sequence[int]) -> None:
+            tensors = [tensor.float() for each in parts for tensor in each.inputs if tensor is not None]
             for rank in receivers:
-                payloads[rank][1].append(total)
+                parts[rank].outputs[0].copy_(torch.stack(tensors).sum(0))
 
-        platform().ranks.meet(
-            group, self.rank % self.tp_size, self.tp_size, "xlite all-reduce", (part, received), finish
-        )
-        return received[0]
+        own = Part([part], [total], None, Arrival(0))
+        platform().ranks.meet(group, tp_rank, self.tp_size, "xlite all-reduce", own, finish)
+        return total
 
     def __getattr__(self, name: str) -> Any:
         raise UnmodelledNameError(f"xlite._C.Runtime.{name} is not modelled on the simulated device")

@@ -68,8 +68,8 @@ def test_random_requests(start_engine, setting, seed, num_requests):
     chance, config = random.Random(seed), engine.config
     for card in world.cards:
         card.ledger.reset_peak()
-    executor = WorkerExecutor(engine.workers, config.parallel.data_parallel_size, world.run_ranks)
-    serving = ServingEngine.from_config(config, engine.kv_cache_configs[0].num_blocks, executor)
+    executor = WorkerExecutor(engine.workers, config.parallel.num_replicas, world.run_ranks)
+    serving = ServingEngine.from_config(config, engine.num_gpu_blocks, executor)
     waiting = [
         Request(
             f"r{number}",

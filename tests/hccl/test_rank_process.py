@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
+import torch
 
-from npusim.errors import WorldError
+from npusim.errors import RankMissingError, WorldError
+from npusim.hccl.rank_process import RankProcess
+from npusim.hccl.ranks import Arrival
+from npusim.ops.parts import update
 from npusim.world import SimWorld
 
 pytestmark = [pytest.mark.slow, pytest.mark.sim_only("about simulated ranks")]
@@ -41,12 +46,22 @@ with SimWorld("a3-64g", values="real", **settings) as world:
     host = dist.new_group(backend="gloo")
     dist.all_reduce(lengths, group=host)
     dist.barrier()
+    name = dist.group.WORLD._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
+    experts = torch.tensor([[3], [0 + rank], [2]], dtype=torch.int32, device="npu")
+    shared = dict(group_ep=name, ep_world_size=2, ep_rank_id=rank, moe_expert_num=4, global_bs=6)
+    x = torch.arange(1.0, 25).view(3, 8).bfloat16().to("npu") + 30 * rank
+    arrived, _, assist, counts, received, *_ = torch.ops.npu.npu_moe_distribute_dispatch_v2(x, experts, **shared)
+    returned = torch.ops.npu.npu_moe_distribute_combine_v2(
+        arrived * (2 + rank), experts, assist, received, torch.ones(3, 1, device="npu"), **shared
+    )
+    arrivals, returned = counts, (returned / x).mean(1)
     failure = None
     try:
         dist.all_reduce(mine) if rank else dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
-    tensors = dict(total=total, every=every, share=share, sent=sent, swapped=swapped, lengths=lengths)
+    tensors = dict(total=total, every=every, share=share, sent=sent, swapped=swapped, lengths=lengths,
+                   arrivals=arrivals, returned=returned)
     print(json.dumps({
         "values": {name: tensor.tolist() for name, tensor in tensors.items()},
         "buffers": [sum(row.num_bytes for row in card.ledger.entries() if row.owner.value == "HCCL communicator")
@@ -81,6 +96,8 @@ def test_values(results):
             "sent": one,
             "swapped": zero[2 * rank : 2 * rank + 2] + one[2 * rank : 2 * rank + 2],
             "lengths": [3],
+            "arrivals": [[1, 1], [2, 2]][rank],  # of each of its experts
+            "returned": [3.0, 2.0, 3.0],  # the second rank's experts triple
         }
 
 
@@ -93,6 +110,23 @@ def test_each_process_accounts_for_its_own_device(results):
 def test_ranks_that_do_different_things(results):
     for result in results:
         assert result["failure"].startswith("CollectiveMismatchError: ")
+
+
+def test_a_rank_that_never_arrives_is_named():
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=1))
+    with pytest.raises(RankMissingError, match=r"rank 1 waits in all_reduce on group 'tp' for group rank 0, which"):
+        RankProcess(1, store).meet(("group 'tp'",), 1, 2, "all_reduce", Arrival(0), lambda *_: None)
+
+
+def test_what_follows_from_values_of_another_process_holds_no_device_memory():
+    with SimWorld(environment={}):
+        tensor = torch.arange(1 << 16).to("npu")
+        update([tensor], [tensor, torch.ones(1 << 16)], torch.add)
+        del tensor  # its values have not been computed
+        assert torch.npu.memory_allocated() == 0
 
 
 def test_store_without_a_rank_is_refused():

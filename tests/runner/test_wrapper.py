@@ -156,6 +156,7 @@ SIZES = {"def_tp_size": 2, "def_dp_size": 1, "moe_tp_size": 1, "moe_ep_size": 2}
 @pytest.mark.parametrize(("policy", "moe_sizes"), [(ProfilePolicy.RUNNABLE, (1, 1)), (ProfilePolicy.SKIP, (1, 2))])
 @pytest.mark.needs("xlite_double")
 def test_the_runtime_learns_the_moe_sizes_only_after_the_fix(policy, moe_sizes, npu_world):
-    runtime = make_runtime(REVISIONS[policy], SIZES, SimpleNamespace(rank=1, local_rank=0))
+    parallel = SimpleNamespace(local_rank=0, world=SimpleNamespace(rank_in_group=1))
+    runtime = make_runtime(REVISIONS[policy], SIZES, parallel)
     assert (runtime.devid, runtime.rank, runtime.tp_size, runtime.dp_size) == (0, 1, 2, 1)
     assert (runtime.moe_tp_size, runtime.moe_ep_size) == moe_sizes

@@ -194,7 +194,7 @@ class TestReplicas:
         args = EngineArgs(data_parallel_size=2, async_scheduling=True, max_num_seqs=8)
         config = check_and_update_config(args, ModelConfig.from_hf(hf))
         workers = [FakeWorker(128) for _ in range(2)]
-        engine = ServingEngine.from_config(config, 10, WorkerExecutor(workers, 2, run_in_turns))
+        engine = ServingEngine.from_config(config, [10, 10], WorkerExecutor(workers, 2, run_in_turns))
         assert [type(scheduler) for scheduler in engine.schedulers] == [AsyncScheduler] * 2
         assert engine.schedulers[0].kv_cache_manager.block_pool.num_blocks == 10
         engine.add_request(Request("a", range(10), SamplingParams(max_tokens=1)))

@@ -29,7 +29,9 @@ def prompts():
 def serve(worker, num_blocks, params):
     """All requests at once; their tokens, why they ended, and how often one was preempted."""
     engine = ServingEngine.from_config(
-        worker.config, num_blocks, WorkerExecutor([worker], 1, lambda functions: [function() for function in functions])
+        worker.config,
+        [num_blocks],
+        WorkerExecutor([worker], 1, lambda functions: [function() for function in functions]),
     )
     for number, prompt in enumerate(prompts()):
         engine.add_request(Request(f"r{number}", prompt, params))
@@ -84,7 +86,7 @@ def test_neither_preemption_nor_chunks_nor_drafts_change_the_tokens(make_worker,
 )
 def test_tokens_outside_of_the_vocabulary_are_refused(prompt, params, message):
     config = check_and_update_config(EngineArgs(max_num_batched_tokens=512), ModelConfig.from_hf(DENSE))
-    engine = ServingEngine.from_config(config, 8, WorkerExecutor([None], 1, None))
+    engine = ServingEngine.from_config(config, [8], WorkerExecutor([None], 1, None))
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         engine.add_request(Request("r", prompt, SamplingParams(**params)))
     assert not engine.has_unfinished_requests

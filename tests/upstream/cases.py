@@ -30,6 +30,7 @@ class Case:
         settings: Scenario keys that replace those of the file.
         scenario: The file.
         rank: The rank that runs upstream's code.
+        all_ranks: Whether all do instead, in processes of their own.
         releases: Releases of upstream that it runs on.
     """
 
@@ -37,6 +38,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     scenario: Path = EXAMPLES / "tiny.toml"
     rank: int = 0
+    all_ranks: bool = False
     releases: tuple[str, ...] = RELEASES
 
     def __str__(self) -> str:
@@ -57,6 +59,7 @@ class ServingCase(Case):
         each: Settings of each request's beyond those.
         engine_args: Settings of upstream's engine that a scenario does not have.
         values: Of the world.
+        replicas: Number of the replica that serves each request. Default: the first one serves all.
     """
 
     prompts: tuple[Sequence[int], ...] = ()
@@ -64,6 +67,11 @@ class ServingCase(Case):
     each: tuple[dict[str, Any], ...] = ()
     engine_args: dict[str, Any] = field(default_factory=dict)
     values: Literal["shape", "real"] = "shape"
+    replicas: tuple[int, ...] = ()
+
+    def replica_of(self, request: int) -> int:
+        """The replica that serves a request."""
+        return self.replicas[request] if self.replicas else 0
 
     @property
     def requests(self) -> list[tuple[Sequence[int], dict[str, Any]]]:
@@ -204,6 +212,22 @@ CASES = (
 )
 
 
+def on_all_ranks(name: str, settings: dict[str, Any], **more: Any) -> Case:
+    """A start-up in which every rank runs upstream's code."""
+    return Case(name, settings, all_ranks=True, **more)
+
+
+DP_2 = {"data_parallel_size": 2, "enable_expert_parallel": True}
+A3_DIE_BYTES = 65787658240
+UNEQUAL_PAIR = {"total_memory_bytes": [A3_DIE_BYTES, A3_DIE_BYTES - (2 << 30)]}
+UNEQUAL = {"total_memory_bytes": [A3_DIE_BYTES - (gib << 30) for gib in (1, 2, 0, 3)]}
+RANKS = (
+    on_all_ranks("ranks: tiny dense, TP 2", {"tensor_parallel_size": 2} | UNEQUAL_PAIR),
+    on_all_ranks("ranks: tiny dense, TP 2, DP 2", {"tensor_parallel_size": 2, "data_parallel_size": 2} | UNEQUAL),
+    on_all_ranks("ranks: tiny MoE, DP 2", TINY_MOE | DP_2 | UNEQUAL_PAIR),
+    on_all_ranks("ranks: tiny MoE, TP 2, DP 2", TINY_MOE | DP_2 | UNEQUAL | {"tensor_parallel_size": 2}),
+)
+
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "random": {},
@@ -265,6 +289,53 @@ SERVING = (
     served("real tiny dense, xlite off, eager", FEW_BLOCKS | OFF_EAGER, CHUNKS, "greedy", **REAL),
     served("real tiny MoE", FEW_BLOCKS | TINY_MOE, CHUNKS, "greedy", **REAL),
     served("real tiny MoE, xlite off, eager", FEW_BLOCKS | TINY_MOE | OFF_EAGER, CHUNKS, "greedy", **REAL),
+)
+BY_RANKS: dict[str, Any] = {"all_ranks": True}
+TP_2 = {"tensor_parallel_size": 2}
+SERVED_BY_RANKS = (
+    served("ranks: tiny MoE, DP 2, one idle", TINY_MOE | DP_2, CHUNKS, "top-p", **BY_RANKS),
+    served("ranks: tiny MoE, TP 2, DP 2", TINY_MOE | DP_2 | TP_2, CHUNKS, "random", replicas=(0, 1, 1), **BY_RANKS),
+    served(
+        "ranks: tiny MoE, DP 2, decode-only eager",
+        TINY_MOE | DP_2 | DECODE_ONLY_EAGER,
+        SHORT,
+        "greedy",
+        replicas=(0, 1, 1),
+        **BY_RANKS,
+    ),
+    served(
+        "ranks: tiny MoE, DP 2, decode-only",
+        TINY_MOE | DP_2 | {"xlite_graph_config": DECODE_ONLY},
+        SHORT,
+        "greedy",
+        replicas=(0, 1, 1),
+        **BY_RANKS,
+    ),
+    served(
+        "ranks: tiny dense, TP 2, DP 2",
+        TP_2 | {"data_parallel_size": 2},
+        CHUNKS,
+        "top-p",
+        replicas=(0, 1, 1),
+        **BY_RANKS,
+    ),
+    served("ranks: real tiny dense, TP 2", FEW_BLOCKS | TP_2, CHUNKS, "greedy", **REAL, **BY_RANKS),
+    served(
+        "ranks: real tiny dense, TP 2, xlite off, eager",
+        FEW_BLOCKS | TP_2 | OFF_EAGER,
+        CHUNKS,
+        "greedy",
+        **REAL,
+        **BY_RANKS,
+    ),
+    served(
+        "ranks: real tiny MoE, EP 2, xlite off, eager",
+        FEW_BLOCKS | EP_2 | OFF_EAGER,
+        CHUNKS,
+        "greedy",
+        **REAL,
+        **BY_RANKS,
+    ),
 )
 
 SCENARIOS = {"dense": Case("tiny dense", FEW_BLOCKS), "MoE": Case("tiny MoE", FEW_BLOCKS | TINY_MOE)}

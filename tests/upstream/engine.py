@@ -1,8 +1,9 @@
 """Starts upstream's own worker, as published and unmodified, on a simulated world that a scenario describes.
 
 One process is one rank: upstream keeps its parallel state, forward context and settings in module globals, which
-several ranks of a process would share. The other ranks are taken to do as this one does (``SimWorld(lone_rank=...)``),
-which is what tensor-parallel ranks do: they get the same seed, the same inputs, and call the same collectives.
+several ranks of a process would share. Without a rendezvous the other ranks are taken to do as this one does
+(``SimWorld(lone_rank=...)``), which is what tensor-parallel ranks do: they get the same seed, the same inputs, and call
+the same collectives. With one the others are processes like this one, and collectives exchange values.
 
 Run as a script inside an environment that has vllm and vllm-ascend; prints a line of JSON::
 
@@ -31,8 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from npusim.hook import environment_of_children
 from npusim.world import SimWorld
 from tests.upstream.cases import has_the_fix
+from tests.upstream.ranks import Rendezvous
 from tests.upstream.reference import write_weights
-from xlite_runner.config import ProfilePolicy
+from xlite_runner.config import ModelConfig, ProfilePolicy
 from xlite_runner.config.platform import effective_environment
 from xlite_runner.scenario import Scenario, load_scenario
 from xlite_runner.simulation import build_world, ledgers
@@ -92,13 +94,13 @@ def policy_of_installed_release() -> ProfilePolicy:
     return ProfilePolicy.SKIP if has_the_fix(version("vllm-ascend")) else ProfilePolicy.RUNNABLE
 
 
-def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
+def start(scenario: Scenario, rank: int = 0, peers: Rendezvous | None = None) -> UpstreamResult:
     """Take upstream's worker of one rank through its start-up.
 
     Raises:
         Exception: What upstream raises.
     """
-    with started(scenario, rank) as upstream:
+    with started(scenario, rank, peers) as upstream:
         return upstream.result
 
 
@@ -106,6 +108,7 @@ def start(scenario: Scenario, rank: int = 0) -> UpstreamResult:
 def started(
     scenario: Scenario,
     rank: int = 0,
+    peers: Rendezvous | None = None,
     *,
     values: Literal["shape", "real"] = "shape",
     told_values: Told | None = None,
@@ -116,6 +119,7 @@ def started(
     Args:
         scenario: What to start, and on which devices.
         rank: The rank that runs.
+        peers: Where the other ranks are found; None: they do as this one does.
         values: Of the world.
         told_values: Of the world.
         engine_args: Settings of upstream's engine that a scenario does not have.
@@ -125,26 +129,35 @@ def started(
     """
     # Not by xlite_runner's rules about models and settings, which are compared with upstream's.
     settings: Any = SimpleNamespace(seed=scenario.seed, environment=effective_environment(scenario))
+    replica = Replica(scenario, rank, peers)
     world = build_world(
-        scenario, settings, policy_of_installed_release(), lone_rank=rank, values=values, told_values=told_values
+        scenario,
+        settings,
+        policy_of_installed_release(),
+        lone_rank=rank,
+        store=replica.store(),
+        values=values,
+        told_values=told_values,
     )
     child_world = {"profile": scenario.device_profile, "num_devices": scenario.num_ranks}
     # Upstream looks at model classes in a child process.
     os.environ.update(environment_of_children(child_world, {**os.environ, **PRESETS, **scenario.environment}))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(peers is not None)  # no rank has to serve torch's store
     with world, model_directory(scenario.model) as model, captured_log() as lines:
         if values == "real":
             write_weights(model)
         vllm_config = engine_config(scenario, model, engine_args or {})
+        replica.configure(vllm_config)
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(vllm_config):
-            upstream = _start(scenario, model, rank, world, vllm_config)
+            upstream = _start(scenario, model, replica, world, vllm_config)
             upstream.result.log_lines = lines
             upstream.result.ledger = [asdict(row) for row in ledgers(world)[rank]]
             yield upstream
 
 
-def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: Any) -> StartedRank:
+def _start(scenario: Scenario, model: Path, replica: Replica, world: SimWorld, config: Any) -> StartedRank:
     import torch
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -154,14 +167,14 @@ def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: 
     # which are not there, and nothing is sent on it during a start-up.
     MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)
 
-    result = UpstreamResult(version("vllm-ascend"), rank)
+    result = UpstreamResult(version("vllm-ascend"), replica.rank)
     worker_class = resolve_obj_by_qualname(config.parallel_config.worker_cls)
     worker = worker_class(
         vllm_config=config,
-        local_rank=rank,
-        rank=rank,
+        local_rank=replica.rank,
+        rank=replica.rank_in_replica,
         distributed_init_method=f"file://{model / 'rendezvous'}",
-        is_driver_worker=rank == 0,
+        is_driver_worker=replica.rank_in_replica == 0,
     )
     worker.init_device()
     worker.load_model()
@@ -172,7 +185,9 @@ def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: 
     if scenario.kv_cache_memory_bytes is None:  # else nothing is measured
         result.peak_activation = int(worker.peak_activation_memory)
         result.non_torch = int(worker.non_torch_memory)
-    plan = get_kv_cache_configs(config, [spec], [result.available])[0]
+    # As EngineCore._initialize_kv_caches, of which there is one for each replica.
+    plans = get_kv_cache_configs(config, replica.of_all_ranks(spec), replica.of_all_ranks(result.available))
+    plan = plans[replica.rank_in_replica] if len(plans) > 1 else plans[0]
     if hasattr(plan, "kv_cache_layout"):
         plan.kv_cache_layout = config.cache_config.kv_cache_layout
     result.num_blocks = plan.num_blocks
@@ -183,6 +198,76 @@ def _start(scenario: Scenario, model: Path, rank: int, world: SimWorld, config: 
     result.graph = int(getattr(worker, "npugraph_memory_bytes", 0))  # only there if memory was profiled
     worker.execute_dummy_batch()
     return StartedRank(world, config, worker, plan, result)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A rank's place in a data-parallel replica, which upstream runs by an engine core of its own.
+
+    Attributes:
+        scenario: How many replicas there are, of how many ranks.
+        rank: Among all ranks, and number of its device.
+        peers: Where the other ranks are found.
+    """
+
+    scenario: Scenario
+    rank: int
+    peers: Rendezvous | None
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether it knows nothing of other replicas: of a mixture of experts they have collectives in common."""
+        return self.scenario.data_parallel_size == 1 or ModelConfig.from_hf(self.scenario.model).moe is None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of one replica."""
+        return self.scenario.num_ranks // self.scenario.data_parallel_size
+
+    @property
+    def index(self) -> int:
+        """The replica's number."""
+        return self.rank // self.num_ranks
+
+    @property
+    def rank_in_replica(self) -> int:
+        """The rank's number in it."""
+        return self.rank % self.num_ranks
+
+    def store(self) -> Any:
+        """What the ranks that have collectives in common share; None without peers."""
+        if self.peers is None:
+            return None
+        return self.peers.store(f"replica {self.index}" if self.is_independent else "all")
+
+    def configure(self, config: Any) -> None:
+        """Make a configuration that of the replica, as upstream's ``EngineCoreProc.run_engine_core`` does.
+
+        Raises:
+            ValueError: Data-parallel ranks without peers.
+        """
+        parallel = config.parallel_config
+        if parallel.data_parallel_size == 1:
+            return
+        if self.peers is None:
+            raise ValueError("a rank alone cannot stand for data-parallel ranks, which do different things")
+        parallel.data_parallel_rank_local = parallel.data_parallel_index = self.index
+        if self.is_independent:
+            parallel.data_parallel_size = parallel.data_parallel_size_local = 1
+        else:
+            parallel.data_parallel_rank = self.index
+            parallel._data_parallel_master_port_list = [self.peers.port]
+
+    def of_all_ranks(self, own: Any) -> list[Any]:
+        """What each rank of the replica has; this one's alone without peers."""
+        if self.peers is None or self.num_ranks == 1:
+            return [own]
+        from torch.distributed import all_gather_object
+        from vllm.distributed.parallel_state import get_tp_group
+
+        gathered = [None] * self.num_ranks
+        all_gather_object(gathered, own, group=get_tp_group().cpu_group)
+        return gathered
 
 
 def _resolve_kv_cache_layout(config: Any, worker: Any, spec: Mapping[str, Any]) -> None:
@@ -209,6 +294,7 @@ def engine_config(scenario: Scenario, model: Path, engine_args: Mapping[str, Any
         load_format="auto" if list(model.glob("*.safetensors")) else "dummy",
         skip_tokenizer_init=True,
         tensor_parallel_size=scenario.tensor_parallel_size,
+        data_parallel_size=scenario.data_parallel_size,
         enable_expert_parallel=scenario.enable_expert_parallel,
         enable_chunked_prefill=scenario.enable_chunked_prefill,
         enable_prefix_caching=scenario.enable_prefix_caching,

@@ -53,7 +53,7 @@ def verdict(case: ServingCase, release: str, theirs: Mapping[str, Any]) -> Verdi
     if theirs.get("type") in NOT_ON_THE_DOUBLE:
         return Verdict("not on the double", (f"upstream: {theirs['text'].splitlines()[0]}",))
     try:
-        ours = serve_by_runner(case, release)
+        ours = serve_by_runner(case, release)[case.rank]
     except Exception as error:  # noqa: BLE001 - compared
         return _refused(error, theirs)
     if "error" in theirs:

@@ -23,10 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.upstream.cases import CASES, REFUSED, SERVING
+from tests.upstream.cases import CASES, RANKS, REFUSED, SERVED_BY_RANKS, SERVING, Case
 from tests.upstream.engine import import_upstream, start
 from tests.upstream.random_cases import random_case
-from tests.upstream.serving import ServingResult, serve_case
+from tests.upstream.ranks import end_with_parent, in_processes
+from tests.upstream.serving import serve_case
 from xlite_runner.scenario import load_scenario
 
 
@@ -37,28 +38,45 @@ class Job:
     Attributes:
         name: Of its case.
         profile: Kind of device; jobs on one kind share the imports, which upstream does differently for each.
-        work: Does it; returns a dataclass.
+        work: Does it; returns what goes into its line.
     """
 
     name: str
     profile: str
-    work: Callable[[], Any]
+    work: Callable[[], dict[str, Any]]
+
+
+def job(case: Case, work: Callable[..., Any]) -> Job:
+    """What a case asks for: on one rank, or on all, each in a process of its own, whose results are in ``ranks``.
+
+    Args:
+        case: Says which.
+        work: Called with the scenario, the rank and where it finds the others; returns a dataclass.
+    """
+    scenario = load_scenario(case.scenario, case.settings)
+
+    def on_one() -> dict[str, Any]:
+        return asdict(work(scenario, case.rank))
+
+    def on_all() -> dict[str, Any]:
+        results = in_processes(scenario.num_ranks, partial(work, scenario))
+        return {"ranks": [asdict(result) for result in results]}
+
+    return Job(case.name, scenario.device_profile, on_all if case.all_ranks else on_one)
 
 
 def start_ups(release: str, names: Sequence[str]) -> Iterator[Job]:
     """The start-ups on a release, refused ones at the end."""
-    for case in (*CASES, *REFUSED.values()):
+    for case in (*CASES, *RANKS, *REFUSED.values()):
         if case.runs_on(release) and (not names or case.name in names):
-            scenario = load_scenario(case.scenario, case.settings)
-            yield Job(case.name, scenario.device_profile, partial(start, scenario, case.rank))
+            yield job(case, start)
 
 
 def servings(release: str, names: Sequence[str]) -> Iterator[Job]:
     """The serving cases on a release."""
-    for case in SERVING:
+    for case in (*SERVING, *SERVED_BY_RANKS):
         if case.runs_on(release) and (not names or case.name in names):
-            scenario = load_scenario(case.scenario, case.settings)
-            yield Job(case.name, scenario.device_profile, partial(serve_case, case, scenario))
+            yield job(case, partial(serve_case, case))
 
 
 def random_jobs(release: str, seeds: Sequence[str]) -> Iterator[Job]:
@@ -69,11 +87,11 @@ def random_jobs(release: str, seeds: Sequence[str]) -> Iterator[Job]:
         yield Job(case.name, case.settings["device_profile"], partial(serve_random, int(seed)))
 
 
-def serve_random(seed: int) -> ServingResult:
+def serve_random(seed: int) -> dict[str, Any]:
     """Start and serve the random case of a seed."""
     with tempfile.TemporaryDirectory(prefix="models") as folder:
         case = random_case(seed, Path(folder))
-        return serve_case(case, load_scenario(case.scenario, case.settings))
+        return asdict(serve_case(case, load_scenario(case.scenario, case.settings)))
 
 
 KINDS = {"start": start_ups, "serve": servings, "random": random_jobs}
@@ -93,10 +111,12 @@ def in_child(work: Callable[[], None], limit_s: float = 0) -> int:
     Returns:
         How it ended: 0, 1 after an error, which is printed, or minus the number of the signal that ended it.
     """
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            end_with_parent(parent)
             signal.setitimer(signal.ITIMER_REAL, limit_s)
             work()
             code = 0
@@ -112,7 +132,7 @@ def do(jobs: Iterable[Job], results: TextIO) -> None:
 
     def do_one(job: Job) -> None:
         try:
-            answer = asdict(job.work())
+            answer = job.work()
         except BaseException as error:  # noqa: BLE001 - whoever reads the line reports it
             answer = {"error": traceback.format_exc(), "type": type(error).__name__, "text": str(error)}
         print(json.dumps({"case": job.name, **answer}), file=results, flush=True)

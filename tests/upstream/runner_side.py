@@ -31,10 +31,10 @@ def configured(case: Case) -> tuple[Scenario, RunnerConfig]:
     return scenario, check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
 
 
-def figures_of_runner(case: Case, release: str) -> dict[str, int]:
-    """What a start-up measures on the case's rank."""
+def figures_of_runner(case: Case, release: str) -> list[dict[str, int]]:
+    """What a start-up measures, by rank."""
     scenario, config = configured(case)
-    return figures(start(scenario, config, policy_of(release)).ranks[case.rank])
+    return [figures(rank) for rank in start(scenario, config, policy_of(release)).ranks]
 
 
 def figures(rank: RankResult) -> dict[str, int]:
@@ -50,36 +50,42 @@ def figures(rank: RankResult) -> dict[str, int]:
 
 
 class MeasuringExecutor:
-    """Runs steps on all workers, and measures one rank.
+    """Runs steps on all workers, and measures each rank.
 
     Args:
         executor: Runs them.
-        rank: The rank to measure.
+        num_ranks: All of them.
+        num_replicas: Replicas of the same number of ranks.
     """
 
-    def __init__(self, executor: WorkerExecutor, rank: int) -> None:
+    def __init__(self, executor: WorkerExecutor, num_ranks: int, num_replicas: int) -> None:
         self._executor = executor
-        self._rank = rank
-        self.steps: list[dict[str, Any]] = []
+        self._ranks_per_replica = num_ranks // num_replicas
+        self.steps: list[list[dict[str, Any]]] = [[] for _ in range(num_ranks)]
+        """By rank, all steps that did anything."""
 
     def execute_model(self, steps: Sequence[ReplicaStep]) -> Sequence[ModelRunnerOutput | None]:
         """Execute and measure."""
         from torch import npu
 
-        device = self._rank
-        npu.reset_peak_memory_stats(device)
-        idle = npu.memory_allocated(device)
+        devices = range(len(self.steps))
+        for device in devices:
+            npu.reset_peak_memory_stats(device)
+        idle = [npu.memory_allocated(device) for device in devices]
         outputs = self._executor.execute_model(steps)
-        plan = steps[0].scheduler_output
-        if plan is not None and plan.num_scheduled_tokens:
-            self.steps.append(
-                {
-                    "num_scheduled_tokens": dict(plan.num_scheduled_tokens),
-                    "peak": npu.max_memory_allocated(device) - idle,
-                    "kept": npu.memory_allocated(device) - idle,
-                    "reserved": npu.memory_reserved(device),
-                }
-            )
+        for device in devices:
+            step = steps[device // self._ranks_per_replica]
+            plan = step.scheduler_output
+            scheduled = dict(plan.num_scheduled_tokens) if plan is not None else {}
+            if scheduled or step.dummy_batch:
+                self.steps[device].append(
+                    {
+                        "num_scheduled_tokens": scheduled,
+                        "peak": npu.max_memory_allocated(device) - idle[device],
+                        "kept": npu.memory_allocated(device) - idle[device],
+                        "reserved": npu.memory_reserved(device),
+                    }
+                )
         return outputs
 
 
@@ -91,8 +97,8 @@ def holdings(world: SimWorld, rank: int) -> dict[str, int]:
     return dict(held)
 
 
-def serve_by_runner(case: ServingCase, release: str) -> dict[str, Any]:
-    """Start, then serve the requests of a case to their end; in the form of upstream's result."""
+def serve_by_runner(case: ServingCase, release: str) -> list[dict[str, Any]]:
+    """Start, then serve the requests of a case to their end; by rank, in the form of upstream's results."""
     scenario, config = configured(case)
     told = ToldTokens(config.model.vocab_size)
     with build_world(scenario, config, policy_of(release), told_values=told) as world:
@@ -103,22 +109,24 @@ def serve_by_runner(case: ServingCase, release: str) -> dict[str, Any]:
         engine = EngineCore(config, policy_of(release), world.run_ranks, HashStore())
         engine.start()
         world.run_ranks([worker.execute_dummy_batch for worker in engine.workers])
-        before = holdings(world, case.rank)
+        num_ranks, num_replicas = config.parallel.num_ranks, config.parallel.num_replicas
+        before = [holdings(world, rank) for rank in range(num_ranks)]
         available = [worker.memory.available_kv_cache for worker in engine.workers]
-        executor = MeasuringExecutor(WorkerExecutor(engine.workers, 1, world.run_ranks), case.rank)
-        serving = ServingEngine.from_config(config, engine.kv_cache_configs[0].num_blocks, executor)
-        requests = [
-            Request(str(i), list(prompt), SamplingParams(ignore_eos=True, **sampling))
-            for i, (prompt, sampling) in enumerate(case.requests)
-        ]
-        for request in requests:
-            serving.add_request(request)
+        by_workers = WorkerExecutor(engine.workers, num_replicas, world.run_ranks)
+        executor = MeasuringExecutor(by_workers, num_ranks, num_replicas)
+        serving = ServingEngine.from_config(config, engine.num_gpu_blocks, executor)
+        for number, (prompt, sampling) in enumerate(case.requests):
+            params = SamplingParams(ignore_eos=True, **sampling)
+            serving.add_request(Request(str(number), list(prompt), params), case.replica_of(number))
         while serving.has_work:
             serving.step()
-        return {
-            "start": figures(engine.result().ranks[case.rank]),
-            "is_limiting": available[case.rank] == min(available),
-            "steps": executor.steps,
-            "before": before,
-            "after": holdings(world, case.rank),
-        }
+        return [
+            {
+                "start": figures(engine.result().ranks[rank]),
+                "is_limiting": available[rank] == min(available),
+                "steps": executor.steps[rank],
+                "before": before[rank],
+                "after": holdings(world, rank),
+            }
+            for rank in range(num_ranks)
+        ]

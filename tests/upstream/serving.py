@@ -23,6 +23,7 @@ from tests.upstream.engine import (
     started,
     stdout_for_results,
 )
+from tests.upstream.ranks import Rendezvous
 from tests.upstream.reference import shortfalls
 from tests.upstream.runner_side import holdings
 from xlite_runner.scenario import Scenario, load_scenario
@@ -33,7 +34,7 @@ class Step:
     """One step of the engine; sizes in bytes.
 
     Attributes:
-        num_scheduled_tokens: Tokens by request.
+        num_scheduled_tokens: Tokens by request; none: a dummy batch, since another replica has requests.
         logits_peak: Most allocated up to the logits, above what was before the step.
         peak: Most allocated in the whole step, above what was before it.
         kept: What is allocated after the step and was not before it.
@@ -69,7 +70,7 @@ class ServingResult:
     shortfalls: list[list[float]] = field(default_factory=list)
 
 
-def serve_case(case: ServingCase, scenario: Scenario) -> ServingResult:
+def serve_case(case: ServingCase, scenario: Scenario, rank: int = 0, peers: Rendezvous | None = None) -> ServingResult:
     """Start upstream, then serve the requests of a case to their end.
 
     Raises:
@@ -77,11 +78,11 @@ def serve_case(case: ServingCase, scenario: Scenario) -> ServingResult:
     """
     engine_args = {"async_scheduling": False, "max_logprobs": -1, **case.engine_args}
     told = None if case.values == "real" else ToldTokens(json.loads(scenario.model.read_text())["vocab_size"])
-    with started(scenario, case.rank, values=case.values, told_values=told, engine_args=engine_args) as upstream:
-        result = ServingResult(upstream.result, before=holdings(upstream.world, case.rank))
+    with started(scenario, rank, peers, values=case.values, told_values=told, engine_args=engine_args) as upstream:
+        result = ServingResult(upstream.result, before=holdings(upstream.world, rank))
         scheduler, requests = schedule(upstream, case)
         result.steps.extend(serve(upstream, scheduler))
-        result.after = holdings(upstream.world, case.rank)
+        result.after = holdings(upstream.world, rank)
         result.outputs = [list(request.output_token_ids) for request in requests]
         if case.values == "real":
             result.shortfalls = shortfalls(Path(upstream.config.model_config.model), case.prompts, result.outputs)
@@ -89,7 +90,7 @@ def serve_case(case: ServingCase, scenario: Scenario) -> ServingResult:
 
 
 def schedule(upstream: StartedRank, case: ServingCase) -> tuple[Any, list[Any]]:
-    """Upstream's scheduler with a case's requests waiting in it, and the requests."""
+    """Upstream's scheduler with those of a case's requests in it that the rank's replica serves, and these requests."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -101,6 +102,7 @@ def schedule(upstream: StartedRank, case: ServingCase) -> tuple[Any, list[Any]]:
     config.cache_config.num_gpu_blocks = upstream.plan.num_blocks
     init_none_hash(sha256)
     scheduler = Scheduler(config, upstream.plan, StructuredOutputManager(config), block_size)
+    replica = config.parallel_config.data_parallel_index
     requests = [
         Request(
             str(i),
@@ -110,6 +112,7 @@ def schedule(upstream: StartedRank, case: ServingCase) -> tuple[Any, list[Any]]:
             block_hasher=get_request_block_hasher(block_size, sha256),
         )
         for i, (prompt, sampling) in enumerate(case.requests)
+        if case.replica_of(i) == replica
     ]
     for request in requests:
         scheduler.add_request(request)
@@ -121,30 +124,60 @@ def _with_lists(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serve(upstream: StartedRank, scheduler: Any) -> Iterator[Step]:
-    """Run steps until no request is left."""
+    """Run steps until no request is left, here or on a replica that has collectives in common with this one."""
+    in_lockstep = upstream.config.parallel_config.data_parallel_size > 1
+    num_steps = 0
+    while in_lockstep or scheduler.has_requests():
+        step = run_step(upstream, scheduler, in_lockstep=in_lockstep)
+        if step is not None:
+            yield step
+        num_steps += 1
+        if in_lockstep and num_steps % STEPS_BETWEEN_AGREEMENTS == 0 and not any_has_requests(scheduler):
+            break
+
+
+STEPS_BETWEEN_AGREEMENTS = 32
+"""As in upstream's ``DPEngineCoreProc``."""
+
+
+def any_has_requests(scheduler: Any) -> bool:
+    """Whether any data-parallel rank has requests left."""
+    from vllm.config import ParallelConfig
+    from vllm.distributed.parallel_state import get_dp_group
+
+    return bool(ParallelConfig.has_unfinished_dp(get_dp_group().cpu_group, scheduler.has_unfinished_requests()))
+
+
+def run_step(upstream: StartedRank, scheduler: Any, *, in_lockstep: bool) -> Step | None:
+    """Do what upstream's engine core does in one step; None if that is nothing."""
     import torch
 
     worker, npu = upstream.worker, torch.npu
-    while scheduler.has_requests():
+    npu.reset_peak_memory_stats()
+    idle, logits_peak = npu.memory_allocated(), 0
+    plan = output = None
+    if scheduler.has_requests():
         plan = scheduler.schedule()
-        npu.reset_peak_memory_stats()
-        idle = npu.memory_allocated()
         output = worker.execute_model(plan)
         logits_peak = npu.max_memory_allocated()
         if output is None:
             output = worker.sample_tokens(None)
-        if plan.total_num_scheduled_tokens:
-            yield Step(
-                num_scheduled_tokens=dict(plan.num_scheduled_tokens),
-                logits_peak=logits_peak - idle,
-                peak=npu.max_memory_allocated() - idle,
-                kept=npu.memory_allocated() - idle,
-                reserved=npu.memory_reserved(),
-                sampled=[list(map(int, ids)) for ids in output.sampled_token_ids],
-            )
+    has_executed = plan is not None and bool(plan.total_num_scheduled_tokens)
+    if in_lockstep and not has_executed:
+        worker.execute_dummy_batch()
+    step = Step(
+        num_scheduled_tokens=dict(plan.num_scheduled_tokens) if plan else {},
+        logits_peak=logits_peak - idle,
+        peak=npu.max_memory_allocated() - idle,
+        kept=npu.memory_allocated() - idle,
+        reserved=npu.memory_reserved(),
+        sampled=[list(map(int, ids)) for ids in output.sampled_token_ids] if has_executed else [],
+    )
+    if plan is not None:
         scheduler.update_from_output(plan, output)
         if upstream.config.speculative_config is not None:
             scheduler.update_draft_token_ids(worker.take_draft_token_ids())
+    return step if in_lockstep or has_executed else None
 
 
 def main() -> None:
@@ -156,7 +189,7 @@ def main() -> None:
     scenario = load_scenario(options.scenario, options.set)
     import_upstream(scenario.device_profile)
     case = served("prompts", options.set, options.prompts, "greedy", scenario=options.scenario, rank=options.rank)
-    print(json.dumps(asdict(serve_case(case, scenario))), file=results)
+    print(json.dumps(asdict(serve_case(case, scenario, options.rank))), file=results)
 
 
 if __name__ == "__main__":

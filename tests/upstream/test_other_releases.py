@@ -43,7 +43,7 @@ def test_start_up(upstream_results, release, case):
         assert fault in result["error"]
         return
     assert "error" not in result, result["error"]
-    runner = figures_of_runner(case, release)
+    runner = figures_of_runner(case, release)[case.rank]
     assert {name: result[name] for name in ("peak_activation", "non_torch", "graph")} == {
         name: runner[name] for name in ("peak_activation", "non_torch", "graph")
     }
@@ -60,7 +60,7 @@ def test_steps(upstream_served, release, case):
         assert fault in result["error"]
         return
     assert "error" not in result, result["error"]
-    runner = serve_by_runner(case, release)["steps"]
+    runner = serve_by_runner(case, release)[case.rank]["steps"]
     for ours, theirs in zip(runner, result["steps"], strict=True):
         assert {name: theirs[name] for name in ("num_scheduled_tokens", "peak", "kept")} == {
             name: ours[name] for name in ("num_scheduled_tokens", "peak", "kept")

@@ -6,9 +6,11 @@ of ``V``, in units of ``L = B * V`` bytes.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from tests.upstream.cases import RELEASES, SERVING, ServingCase
+from tests.upstream.cases import RELEASES, SERVED_BY_RANKS, SERVING, ServingCase
 from tests.upstream.runner_side import serve_by_runner
 
 pytestmark = [pytest.mark.upstream, pytest.mark.sim_only("upstream runs on simulated worlds here")]
@@ -22,6 +24,8 @@ UNITS = {"greedy": 6, "random": 15, "top-p": 19, "top-p, logprobs": 23, "greedy,
 (1 each) of penalties."""
 LOGITS = 5
 """Of two ranks: the rank's part (1), the gathered parts (2), and their copy in order (2)."""
+STEPS_BETWEEN_AGREEMENTS = 32
+"""After so many steps upstream's replicas of a mixture of experts agree on whether any has requests left."""
 HIDDEN_ROWS_BYTES = ROWS * 2048 * 2
 PENALTIES_WITHOUT_TRITON_BYTES = 4096
 """xlite_runner applies penalties by torch's operators, which keep small temporaries that a Triton kernel does not."""
@@ -37,7 +41,7 @@ def cases(served: str) -> list:
     return [
         pytest.param(case, release, id=f"{case}-{release}")
         for release in RELEASES
-        for case in SERVING
+        for case in (*SERVING, *SERVED_BY_RANKS)
         if case.name.startswith(served) and release in case.releases
     ]
 
@@ -47,17 +51,25 @@ def steps_of(result: dict) -> list[dict]:
     return result["steps"]
 
 
+def by_rank(case: ServingCase, result: dict) -> dict[int, dict]:
+    """What each rank took and gave that ran upstream's code."""
+    assert "error" not in result, result["error"]
+    return dict(enumerate(result["ranks"])) if case.all_ranks else {case.rank: result}
+
+
 @pytest.mark.parametrize(("case", "release"), cases(""))
 def test_every_request_is_served(upstream_served, case: ServingCase, release):
-    """Each gets its tokens; a step has at most the scheduler's number of tokens."""
-    result = upstream_served(release)[case.name]
-    assert steps_of(result)
-    assert [len(output) for output in result["outputs"]] == [case.sampling["max_tokens"]] * len(case.prompts)
-    scheduled = [0] * len(case.prompts)
-    for step in result["steps"]:
-        for request, num_tokens in step["num_scheduled_tokens"].items():
-            scheduled[int(request)] += num_tokens
-    assert scheduled == [len(prompt) + case.sampling["max_tokens"] - 1 for prompt in case.prompts]
+    """Each gets its tokens, by all ranks of the replica that it was given to, in as many steps as it takes."""
+    ranks = by_rank(case, upstream_served(release)[case.name])
+    num_replicas = case.settings.get("data_parallel_size", 1)
+    for rank, result in ranks.items():
+        replica = rank * num_replicas // len(ranks) if case.all_ranks else 0
+        prompts = {str(i): prompt for i, prompt in enumerate(case.prompts) if case.replica_of(i) == replica}
+        assert [len(output) for output in result["outputs"]] == [case.sampling["max_tokens"]] * len(prompts)
+        scheduled = Counter()
+        for step in result["steps"]:
+            scheduled.update(step["num_scheduled_tokens"])
+        assert scheduled == {i: len(prompt) + case.sampling["max_tokens"] - 1 for i, prompt in prompts.items()}
 
 
 @pytest.mark.parametrize(("case", "release"), cases("seed, "))
@@ -87,13 +99,15 @@ def test_ledger_of_serving(upstream_served, case, release):
     assert grown == {"torch segment: large pool"}
 
 
-@pytest.mark.parametrize(("case", "release"), cases("real "))
+@pytest.mark.parametrize(("case", "release"), [*cases("real "), *cases("ranks: real ")])
 def test_sampled_tokens_are_the_model_s(upstream_served, case, release):
-    """Greedy tokens are those that transformers' code finds most probable, after prompts in one chunk or in two."""
-    result = upstream_served(release)[case.name]
-    steps_of(result)
-    assert len({token for output in result["outputs"] for token in output}) > 3
-    assert max(max(shortfall) for shortfall in result["shortfalls"]) < 0.02
+    """Greedy tokens are those that transformers' code finds most probable, after prompts in one chunk or in two.
+
+    Also where each rank has a part of the weights and they send each other partial results.
+    """
+    for result in by_rank(case, upstream_served(release)[case.name]).values():
+        assert len({token for output in result["outputs"] for token in output}) > 3
+        assert max(max(shortfall) for shortfall in result["shortfalls"]) < 0.02
 
 
 @pytest.mark.parametrize(("case", "release"), cases(""))
@@ -101,12 +115,21 @@ def test_same_steps_by_the_runner(upstream_served, case, release):
     """xlite_runner's own scheduler, worker and sampler take the same memory for the same steps, to the byte."""
     if case.values == "real":
         pytest.skip("compared with another oracle: values")
-    upstream = upstream_served(release)[case.name]
     slack = PENALTIES_WITHOUT_TRITON_BYTES if "penalties" in case.name else 0
-    runner = serve_by_runner(case, release)
-    for ours, theirs in zip(runner["steps"], steps_of(upstream), strict=True):
-        assert ours["num_scheduled_tokens"] == theirs["num_scheduled_tokens"]
-        assert ours["peak"] == pytest.approx(theirs["peak"], rel=0, abs=slack)
-        assert ours["kept"] == theirs["kept"]
-    assert outside_torch(runner["before"]) == outside_torch(upstream["before"])
-    assert outside_torch(runner["after"]) == outside_torch(upstream["after"])
+    by_runner = serve_by_runner(case, release)
+    for rank, upstream in by_rank(case, upstream_served(release)[case.name]).items():
+        runner = by_runner[rank]
+        for ours, theirs in zip(runner["steps"], upstream["steps"], strict=True):
+            assert ours["num_scheduled_tokens"] == theirs["num_scheduled_tokens"]
+            assert ours["peak"] == pytest.approx(theirs["peak"], rel=0, abs=slack)
+            assert ours["kept"] == theirs["kept"]
+        assert outside_torch(runner["before"]) == outside_torch(upstream["before"])
+        assert outside_torch(runner["after"]) == outside_torch(upstream["after"])
+
+
+@pytest.mark.parametrize(("case", "release"), cases("ranks: tiny MoE, DP 2, one idle"))
+def test_a_replica_without_requests_runs_dummy_batches_to_the_end(upstream_served, case, release):
+    busy, idle = by_rank(case, upstream_served(release)[case.name]).values()
+    assert len(busy["steps"]) == len(idle["steps"]) == STEPS_BETWEEN_AGREEMENTS
+    assert not any(step["num_scheduled_tokens"] for step in idle["steps"])
+    assert max(step["peak"] for step in idle["steps"]) > 0

@@ -171,7 +171,7 @@ def _plan(faults: Sequence[Fault], world: SimWorld) -> None:
 
 def _executor(engine: EngineCore, world: SimWorld, told: ToldTokens, *, replays: bool) -> Executor:
     config = engine.config
-    num_replicas = config.parallel.data_parallel_size
+    num_replicas = config.parallel.num_replicas
     if not replays or num_replicas > 1 or config.speculative is not None or config.scheduler.async_scheduling:
         return WorkerExecutor(engine.workers, num_replicas, world.run_ranks)
 
@@ -193,7 +193,7 @@ def _benchmark(scenario: Scenario, engine: EngineCore, executor: Executor, world
 
     config = engine.config
     return Benchmark(
-        ServingEngine.from_config(config, engine.kv_cache_configs[0].num_blocks, executor),
+        ServingEngine.from_config(config, engine.num_gpu_blocks, executor),
         engine_clock(world),
         vocab_size=config.model.vocab_size,
         max_model_len=config.scheduler.max_model_len,
@@ -233,7 +233,7 @@ class _Watch:
         self._engine = engine
         self._num_requests = num_requests
         self._on_requests = on_requests
-        self._ranks_per_replica = len(engine.workers) // engine.config.parallel.data_parallel_size
+        self._ranks_per_replica = len(engine.workers) // engine.config.parallel.num_replicas
         self._states = tuple(LOAD_COLORS)
         self._load = Timeline()
         self._end = 0.0

@@ -64,7 +64,8 @@ def check_and_update_config(args: EngineArgs, model: ModelConfig) -> RunnerConfi
     parallel = ParallelConfig(
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
-        data_parallel_size=args.data_parallel_size,
+        data_parallel_size=args.data_parallel_size if model.moe is not None else 1,
+        num_independent_replicas=args.data_parallel_size if model.moe is None else 1,
         enable_expert_parallel=args.enable_expert_parallel,
     )
     scheduler = _scheduler_config(args, max_model_len)

@@ -119,17 +119,16 @@ class ServingEngine:
         self._step_counter = 0
 
     @classmethod
-    def from_config(cls, config: RunnerConfig, num_gpu_blocks: int, executor: Executor) -> ServingEngine:
-        """The engine of a configuration, with so many blocks of KV cache in each replica."""
+    def from_config(cls, config: RunnerConfig, num_gpu_blocks: Sequence[int], executor: Executor) -> ServingEngine:
+        """The engine of a configuration, with each replica's number of blocks of KV cache."""
         scheduler_class = AsyncScheduler if config.scheduler.async_scheduling else Scheduler
-        num_replicas = config.parallel.data_parallel_size
         return cls(
             [
-                scheduler_class(config.scheduler, config.cache, num_gpu_blocks, config.speculative)
-                for _ in range(num_replicas)
+                scheduler_class(config.scheduler, config.cache, num_blocks, config.speculative)
+                for num_blocks in num_gpu_blocks
             ],
             executor,
-            lockstep=num_replicas > 1 and config.model.moe is not None,
+            lockstep=config.parallel.data_parallel_size > 1,
             vocab_size=config.model.vocab_size,
         )
 

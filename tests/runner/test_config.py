@@ -467,6 +467,14 @@ def test_experts_are_spread_or_split(expert_parallel: bool, ep_size: int, tp_siz
     assert (parallel.world_size, parallel.world_size_across_dp) == (2, 4)
 
 
+@pytest.mark.parametrize(("model", "in_common", "independent"), [(DENSE, 1, 2), (MOE, 2, 1)])
+def test_replicas_of_a_dense_model_know_nothing_of_each_other(model, in_common, independent) -> None:
+    given = args(tensor_parallel_size=2, data_parallel_size=2)
+    parallel = check_and_update_config(given, ModelConfig.from_hf(model)).parallel
+    assert (parallel.data_parallel_size, parallel.num_independent_replicas) == (in_common, independent)
+    assert (parallel.num_replicas, parallel.num_ranks) == (2, 4)
+
+
 @pytest.mark.parametrize(("given", "effective"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
 def test_dtype_setting(given: str, effective: str) -> None:
     assert check_and_update_config(args(dtype=given), ModelConfig.from_hf(DENSE)).model.dtype == effective

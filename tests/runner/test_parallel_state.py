@@ -61,3 +61,10 @@ def test_ranks_count_tensor_then_pipeline_then_data_parallel():
     assert groups["pp"] == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert groups["dp"] == ((0, 4), (2, 6), (1, 5), (3, 7))
     assert groups["ep"] == ((0, 1, 4, 5), (2, 3, 6, 7))
+
+
+def test_independent_replicas_have_groups_of_their_own():
+    parallel = ParallelConfig(tensor_parallel_size=2, num_independent_replicas=2)
+    groups = {spec.name: spec.rank_lists for spec in group_specs(parallel, is_moe=False)}
+    pairs, singles = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
+    assert groups == dict.fromkeys(("world", "tp", "mc2"), pairs) | dict.fromkeys(("dcp", "pcp", "pp", "dp"), singles)

@@ -141,6 +141,24 @@ def test_poorest_rank_decides(start_scenario, short_model):
     assert result.num_gpu_blocks == limiting.available_kv_cache_bytes // (3 * 2 * 128 * 2 * 128 * 2)
 
 
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_the_poorest_rank_of_each_replica_decides_for_that_replica(start_scenario, short_model, is_moe):
+    """As vLLM's engine cores, of which there is one for each replica; compared with them in ``tests/upstream``."""
+    total = 65787658240
+    settings = {"model": short_model, "enable_expert_parallel": True} if is_moe else {}
+    memory = {"total_memory_bytes": [total - gib * 1024 * MIB for gib in (0, 1, 3, 2)]}
+    memory |= {"gpu_memory_utilization": 0.5}
+    tiny = EXAMPLES / "tiny.toml"
+    result = start_scenario(tiny, "skip", tensor_parallel_size=2, data_parallel_size=2, **settings, **memory)
+    first, second, third, fourth = result.ranks
+    assert first.kv_cache_bytes == second.kv_cache_bytes > third.kv_cache_bytes == fourth.kv_cache_bytes
+    assert second.available_kv_cache_bytes - third.available_kv_cache_bytes > 64 * MIB
+    assert result.limiting_rank is third
+    assert abs(third.available_kv_cache_bytes - third.kv_cache_bytes) < 3 * MIB
+    lines = [line for line in result.log_lines if line.startswith("GPU KV cache size")]
+    assert len(set(lines)) == 2
+
+
 def test_neighbour_that_was_there_before_costs_nothing_more(start_scenario, short_model):
     """Scenario 8: only what is taken after the first snapshot counts."""
     alone = start_scenario(SEED, "skip", model=short_model)

@@ -221,12 +221,14 @@ DP_2 = {"data_parallel_size": 2, "enable_expert_parallel": True}
 A3_DIE_BYTES = 65787658240
 UNEQUAL_PAIR = {"total_memory_bytes": [A3_DIE_BYTES, A3_DIE_BYTES - (2 << 30)]}
 UNEQUAL = {"total_memory_bytes": [A3_DIE_BYTES - (gib << 30) for gib in (1, 2, 0, 3)]}
+TP_2 = {"tensor_parallel_size": 2}
 RANKS = (
-    on_all_ranks("ranks: tiny dense, TP 2", {"tensor_parallel_size": 2} | UNEQUAL_PAIR),
-    on_all_ranks("ranks: tiny dense, TP 2, DP 2", {"tensor_parallel_size": 2, "data_parallel_size": 2} | UNEQUAL),
-    on_all_ranks("ranks: tiny MoE, DP 2", TINY_MOE | DP_2 | UNEQUAL_PAIR),
-    on_all_ranks("ranks: tiny MoE, TP 2, DP 2", TINY_MOE | DP_2 | UNEQUAL | {"tensor_parallel_size": 2}),
+    on_all_ranks("ranks: tiny dense, TP 2, DP 2", TP_2 | UNEQUAL | {"data_parallel_size": 2}),
+    on_all_ranks("ranks: tiny MoE, DP 2", TINY_MOE | DP_2 | UNEQUAL_PAIR, releases=("0.23.0",)),
+    on_all_ranks("ranks: tiny MoE, TP 2, DP 2", TINY_MOE | DP_2 | TP_2 | UNEQUAL),
 )
+"""Start-ups in which every rank runs upstream's code."""
+
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -291,52 +293,24 @@ SERVING = (
     served("real tiny MoE, xlite off, eager", FEW_BLOCKS | TINY_MOE | OFF_EAGER, CHUNKS, "greedy", **REAL),
 )
 BY_RANKS: dict[str, Any] = {"all_ranks": True}
-TP_2 = {"tensor_parallel_size": 2}
+ONE_AND_TWO: dict[str, Any] = {"replicas": (0, 1, 1), **BY_RANKS}
+GRAPHS = {"xlite_graph_config": DECODE_ONLY}
 SERVED_BY_RANKS = (
     served("ranks: tiny MoE, DP 2, one idle", TINY_MOE | DP_2, CHUNKS, "top-p", **BY_RANKS),
-    served("ranks: tiny MoE, TP 2, DP 2", TINY_MOE | DP_2 | TP_2, CHUNKS, "random", replicas=(0, 1, 1), **BY_RANKS),
-    served(
-        "ranks: tiny MoE, DP 2, decode-only eager",
-        TINY_MOE | DP_2 | DECODE_ONLY_EAGER,
-        SHORT,
-        "greedy",
-        replicas=(0, 1, 1),
-        **BY_RANKS,
-    ),
-    served(
-        "ranks: tiny MoE, DP 2, decode-only",
-        TINY_MOE | DP_2 | {"xlite_graph_config": DECODE_ONLY},
-        SHORT,
-        "greedy",
-        replicas=(0, 1, 1),
-        **BY_RANKS,
-    ),
-    served(
-        "ranks: tiny dense, TP 2, DP 2",
-        TP_2 | {"data_parallel_size": 2},
-        CHUNKS,
-        "top-p",
-        replicas=(0, 1, 1),
-        **BY_RANKS,
-    ),
+    served("ranks: tiny MoE, TP 2, DP 2", TINY_MOE | DP_2 | TP_2, CHUNKS, "random", **ONE_AND_TWO),
+    served("ranks: tiny MoE, DP 2, decode-only", TINY_MOE | DP_2 | GRAPHS, SHORT, "greedy", **ONE_AND_TWO),
+    served("ranks: tiny dense, DP 2", {"data_parallel_size": 2}, CHUNKS, "top-p", **ONE_AND_TWO),
     served("ranks: real tiny dense, TP 2", FEW_BLOCKS | TP_2, CHUNKS, "greedy", **REAL, **BY_RANKS),
-    served(
-        "ranks: real tiny dense, TP 2, xlite off, eager",
-        FEW_BLOCKS | TP_2 | OFF_EAGER,
-        CHUNKS,
-        "greedy",
-        **REAL,
-        **BY_RANKS,
-    ),
     served(
         "ranks: real tiny MoE, EP 2, xlite off, eager",
         FEW_BLOCKS | EP_2 | OFF_EAGER,
         CHUNKS,
         "greedy",
-        **REAL,
+        values="real",
         **BY_RANKS,
     ),
 )
+"""Requests that every rank's process serves; in ``replicas`` those of each replica."""
 
 SCENARIOS = {"dense": Case("tiny dense", FEW_BLOCKS), "MoE": Case("tiny MoE", FEW_BLOCKS | TINY_MOE)}
 """What ``tests/upstream/adapter`` runs on."""

@@ -16,8 +16,10 @@ pytestmark = [pytest.mark.upstream, pytest.mark.sim_only("upstream runs on simul
 FAULTS = {("0.24.0", "MoE"): "IndexError: list index out of range"}
 """Faults of upstream that a card would show, too: 0.24.0rc1's xlite looks for experts where vllm 0.24 has none; mended
 by vllm-ascend PR #12272."""
-WEIGHTS_SLACK = 256 << 10
-"""Newer releases keep a few small buffers more, or fewer, while weights are loaded."""
+KIB, MIB = 1 << 10, 1 << 20
+DIFFERENCES = {"0.28.0": {"weights": 49 * MIB}, "0.30.0": {"weights": 49 * MIB, "peak_activation": 64 * KIB}}
+"""By how much figures differ at most from xlite_runner's; those of weights by a few small tables on any release."""
+TABLES = 256 * KIB
 
 
 def others() -> list[str]:
@@ -37,18 +39,18 @@ def fault_of(release: str, name: str) -> str | None:
 @pytest.mark.parametrize("release", others())
 @pytest.mark.parametrize("case", [case for case in CASES if case.runs_on("any other")], ids=str)
 def test_start_up(upstream_results, release, case):
-    """Measured memory is xlite_runner's, that of the weights nearly."""
+    """Measured memory is xlite_runner's, but for known differences, which the KV cache has less or more."""
     result = upstream_results(release)[case.name]
     if fault := fault_of(release, case.name):
         assert fault in result["error"]
         return
     assert "error" not in result, result["error"]
     runner = figures_of_runner(case, release)[case.rank]
-    assert {name: result[name] for name in ("peak_activation", "non_torch", "graph")} == {
-        name: runner[name] for name in ("peak_activation", "non_torch", "graph")
-    }
-    assert result["weights"] == pytest.approx(runner["weights"], rel=0, abs=WEIGHTS_SLACK)
-    assert result["weights"] + result["available"] == runner["weights"] + runner["available"]
+    slack = {"weights": TABLES} | DIFFERENCES.get(release, {})
+    for name in ("weights", "peak_activation", "non_torch", "graph"):
+        assert result[name] == pytest.approx(runner[name], rel=0, abs=slack.get(name, 0)), name
+    measured = ("weights", "peak_activation", "non_torch", "available")
+    assert sum(result[name] for name in measured) == sum(runner[name] for name in measured)
 
 
 @pytest.mark.parametrize("release", others())

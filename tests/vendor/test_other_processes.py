@@ -190,6 +190,16 @@ def test_names_within_triton_kernels(npu_world):
         language.extra.cann.libdevice.isnan(1)
 
 
+def test_names_of_newer_releases_raise_when_they_are_used(npu_world):
+    from fla_npu.ops import ascendc
+    from triton.experimental.gluon import language
+
+    with pytest.raises(UnmodelledCallError, match=r"fla_npu\.ops\.ascendc\.recurrent_kda is not modelled"):
+        ascendc.recurrent_kda(1, scale=2)
+    with pytest.raises(UnmodelledCallError, match=r"gluon\.language\.load was called outside of a kernel"):
+        language.load(1)
+
+
 def test_facts_that_triton_kernels_are_launched_by(npu_world):
     from triton.runtime.driver import driver
 

@@ -194,6 +194,8 @@ def test_fields_come_and_go_with_releases(version):
         assert hasattr(ModelConfig, "full_attention_interval") == is_new
         assert hasattr(Model, "mla_wuv") == is_new
         assert hasattr(Model, "mla_kv_b") == hasattr(AttnMeta, "is_prefills") == (not is_new)
+        assert ("full_attention_interval" in dir(ModelConfig())) == is_new
+        assert "max_m" in dir(ModelConfig())
         if is_new:
             assert ModelConfig().full_attention_interval == 4
         else:

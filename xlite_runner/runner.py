@@ -184,8 +184,7 @@ class NPUModelRunner:
         context = self.make_context(execution, metadata, is_profile=is_profile)
         hidden_states = self.forward(context)
         if self.drafter is not None:
-            num_reqs = min(num_tokens, self.config.scheduler.max_num_seqs)
-            self.drafter.dummy_run(hidden_states, self.buffers.positions, context, num_reqs)
+            self.drafter.dummy_run(context)
         return hidden_states
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
@@ -225,6 +224,26 @@ class NPUModelRunner:
             reserved_mc2_mask=self.mc2_mask,
             cos=cos,
             sin=sin,
+        )
+
+    def make_draft_context(self, target: ForwardContext, metadata: object, num_tokens: int) -> ForwardContext:
+        """The context of the drafter's pass after a step: eager, without padding.
+
+        Args:
+            target: The step's context.
+            metadata: Attention metadata by layer name.
+            num_tokens: Of the step.
+        """
+        alone = self.config.parallel.data_parallel_size == 1
+        return create_forward_context(
+            self.config,
+            self.device_type,
+            BatchDescriptor(num_tokens),
+            max_tokens_across_dp=num_tokens if alone else target.max_tokens_across_dp,
+            attn_metadata=metadata,
+            reserved_mc2_mask=self.mc2_mask,
+            cos=None if target.cos is None else target.cos[:, :num_tokens],
+            sin=None if target.sin is None else target.sin[:, :num_tokens],
         )
 
     @cached_property

@@ -84,6 +84,23 @@ def _rope(arguments: Arguments) -> list[Tensor]:
     ]
 
 
+_DRAFTING_WRITES = ("token_indices_to_sample_ptr", "num_rejected_tokens_gpu_ptr")
+
+
+def _prepare_drafting(arguments: Arguments) -> list[Tensor]:
+    """Each request's last token that counts, and how many behind it are rejected drafts."""
+    num_reqs = arguments["num_reqs"]
+    cumulated = arguments["cu_num_draft_tokens_ptr"][:num_reqs].long()
+    num_drafts = cumulated.diff(prepend=cumulated.new_zeros(1))
+    num_valid = arguments["valid_sampled_tokens_count_ptr"][:num_reqs].long()
+    num_rejected = torch.where(num_drafts > 0, num_drafts + 1 - num_valid, 0)
+    last = arguments["query_start_loc_gpu_ptr"][1 : num_reqs + 1].long() - 1
+    results = [arguments[name].clone() for name in _DRAFTING_WRITES]
+    for result, value in zip(results, (last - num_rejected, num_rejected), strict=True):
+        result[:num_reqs] = value
+    return results
+
+
 _REJECTION = "vllm_ascend.ops.triton.reject_sample"
 KERNELS: Mapping[str, TritonKernel] = {
     "vllm.v1.worker.block_table._compute_slot_mapping_kernel": TritonKernel(
@@ -97,6 +114,9 @@ KERNELS: Mapping[str, TritonKernel] = {
     ),
     "vllm_ascend.ops.triton.penalty.apply_all_penalties_kernel": TritonKernel(
         ("logits_ptr",), sampling.apply_all_penalties
+    ),
+    "vllm_ascend.ops.triton.spec_decode.utils.prepare_inputs_padded_kernel": TritonKernel(
+        _DRAFTING_WRITES, _prepare_drafting
     ),
     "vllm_ascend.ops.triton.rope._triton_rope": TritonKernel(("q_ptr", "k_ptr"), _rope),
     f"{_REJECTION}.expand_kernel": TritonKernel(("output_ptr",), sampling.expand),

@@ -191,3 +191,20 @@ def test_unknown_kernels_and_ways_are_refused(launch):
             ENTROPY_VERIFY=True,
             **random_arguments(),
         )
+
+
+def test_drafts_come_from_each_request_s_last_token_that_counts(launch):
+    """Of three requests the first keeps its draft, the second loses it, and the third had none."""
+    import torch
+
+    arguments = {
+        "cu_num_draft_tokens_ptr": torch.tensor([1, 2, 2], dtype=torch.int32),
+        "valid_sampled_tokens_count_ptr": torch.tensor([2, 1, 1]),
+        "query_start_loc_gpu_ptr": torch.tensor([0, 2, 4, 9], dtype=torch.int32),
+        "token_indices_to_sample_ptr": torch.empty(3, dtype=torch.int32),
+        "num_rejected_tokens_gpu_ptr": torch.empty(3, dtype=torch.int32),
+        "num_reqs": 3,
+        "BLOCK_SIZE": 4,
+    }
+    indices = launch("vllm_ascend.ops.triton.spec_decode.utils.prepare_inputs_padded_kernel", **arguments)
+    assert indices.tolist() == [1, 2, 8]

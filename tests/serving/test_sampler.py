@@ -66,6 +66,10 @@ def sampling(npu_device):
                 draft_rows=np.repeat(np.arange(len(num_drafts)), num_drafts),
                 target_logits_indices=target.to(npu_device),
                 bonus_logits_indices=bonus.to(npu_device),
+                cu_num_draft_tokens=torch.from_numpy(np.cumsum(num_drafts, dtype=np.int32)).to(npu_device),
+                cu_num_sampled_tokens=torch.from_numpy(np.cumsum(np.array(num_drafts) + 1, dtype=np.int32)).to(
+                    npu_device
+                ),
             )
             return RejectionSampler(sampler)(logits.to(npu_device), batch.sampling_metadata, spec, drafts)
 

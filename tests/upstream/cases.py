@@ -93,6 +93,8 @@ TINY_MOE = {
     "max_num_batched_tokens": 1024,
     "gpu_memory_utilization": 0.1,
 }
+MTP = {"model": MODELS / "tiny-mimo.json", "num_speculative_tokens": 1}
+"""A Qwen2 with MiMo's module for draft tokens."""
 
 
 def dense(model: str, tp_size: int, **settings: Any) -> dict[str, Any]:
@@ -119,6 +121,8 @@ REFUSED = {
     "No available memory for the cache blocks.": Case("tiny dense, nothing left", {"gpu_memory_utilization": 0.0005}),
 }
 """Start-ups that both refuse, by what the error says."""
+NO_DRAFTS = Case("tiny MTP, refused", MTP, releases=("0.22.1",))
+"""What the earlier release does not have: drafts with xlite."""
 
 CASES = (
     Case("seed, rank 0", scenario=SEED),
@@ -204,6 +208,16 @@ CASES = (
         TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True, "device_profile": "a2-64g"},
     ),
     Case("tiny MoE, EP 2, seed 7", TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True, "seed": 7}),
+    Case("tiny MTP", MTP, releases=("0.23.0",)),
+    Case("tiny MTP, TP 2", MTP | {"tensor_parallel_size": 2}, releases=("0.23.0",)),
+    Case("tiny MTP, decode-only", MTP | {"xlite_graph_config": DECODE_ONLY}, releases=("0.23.0",)),
+    Case(
+        "tiny MTP, decode-only eager",
+        MTP | {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True},
+        releases=("0.23.0",),
+    ),
+    Case("tiny MTP, xlite off", MTP | {"xlite_graph_config": OFF}, releases=("0.23.0",)),
+    Case("tiny MTP, xlite off, eager", MTP | {"xlite_graph_config": OFF, "enforce_eager": True}),
     Case("Qwen3-0.6B", dense("Qwen3-0.6B", 1)),
     Case("Qwen3-8B, TP 4", dense("Qwen3-8B", 4)),
     Case("Llama-3.1-8B", dense("Llama-3.1-8B", 1)),
@@ -256,7 +270,7 @@ def prompts(*lengths: int) -> tuple[range, ...]:
 
 def served(name: str, settings: dict[str, Any], lengths: Sequence[int], sampling: str, **more: Any) -> ServingCase:
     """Requests of some lengths that get three tokens each; on the release whose sampler xlite_runner imitates."""
-    params = SAMPLING[sampling] | {"max_tokens": 3}
+    params = SAMPLING[sampling] | {"max_tokens": 6 if "num_speculative_tokens" in settings else 3}
     given = {"releases": ("0.23.0",)} | more
     return ServingCase(f"{name}, {sampling}", settings, prompts=prompts(*lengths), sampling=params, **given)
 
@@ -265,12 +279,17 @@ CHUNKS = (7, 400, 30)
 """Lengths of which one needs two steps of 256 tokens."""
 PADDED = {"xlite_graph_config": OFF, "max_num_seqs": 64}
 """Steps with prompts are smaller than the largest graph, and padded."""
+DRAFTED = (*CHUNKS, 30, 30, 30, 30, 30)
+"""Lengths of eight prompts, the most that decode at once: verifying their drafts then takes more than attention."""
 SHORT = (3, 5, 4)
 """Lengths that fit what MC2 dispatches together: other ways to dispatch tokens read routing that nobody computed."""
 DECODE_ONLY_EAGER = {"xlite_graph_config": DECODE_ONLY, "enforce_eager": True}
 OFF_EAGER = {"xlite_graph_config": OFF, "enforce_eager": True}
 EP_2 = TINY_MOE | {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 REAL: dict[str, Any] = {"values": "real", "releases": RELEASES}
+REAL_LATER: dict[str, Any] = {"values": "real"}
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 1}}
+"""Drafts are what followed a token the last time that it occurred in its request."""
 FEW_BLOCKS = {"num_gpu_blocks_override": 16}
 """Where a cache has values it takes host memory."""
 SERVING = (
@@ -286,9 +305,18 @@ SERVING = (
     served("tiny dense, each its own way", {}, [9] * len(OWN_WAYS), "greedy, penalties", each=OWN_WAYS),
     served("tiny MoE, EP 2", EP_2, CHUNKS, "top-p"),
     served("tiny MoE, EP 2, decode-only eager", EP_2 | DECODE_ONLY_EAGER, SHORT, "greedy"),
+    *(served("tiny MTP", MTP, DRAFTED, sampling) for sampling in SAMPLING),
+    served("tiny MTP, TP 2", MTP | {"tensor_parallel_size": 2}, DRAFTED, "top-p"),
+    served("tiny MTP, decode-only", MTP | {"xlite_graph_config": DECODE_ONLY}, CHUNKS, "random"),
+    served("tiny MTP, decode-only eager", MTP | DECODE_ONLY_EAGER, CHUNKS, "greedy"),
+    served("tiny MTP, xlite off", MTP | {"xlite_graph_config": OFF}, DRAFTED, "greedy"),
+    served("tiny MTP, xlite off, eager", MTP | OFF_EAGER, DRAFTED, "top-p"),
     served("real tiny dense", FEW_BLOCKS, CHUNKS, "greedy", **REAL),
     served("real tiny dense, decode-only eager", FEW_BLOCKS | DECODE_ONLY_EAGER, CHUNKS, "greedy", **REAL),
     served("real tiny dense, xlite off, eager", FEW_BLOCKS | OFF_EAGER, CHUNKS, "greedy", **REAL),
+    served("real tiny dense, ngram", FEW_BLOCKS, CHUNKS, "greedy", engine_args=NGRAM, **REAL_LATER),
+    served("real tiny MTP", FEW_BLOCKS | MTP, CHUNKS, "greedy", **REAL_LATER),
+    served("real tiny MTP, decode-only eager", FEW_BLOCKS | MTP | DECODE_ONLY_EAGER, CHUNKS, "greedy", **REAL_LATER),
     served("real tiny MoE", FEW_BLOCKS | TINY_MOE, CHUNKS, "greedy", **REAL),
     served("real tiny MoE, xlite off, eager", FEW_BLOCKS | TINY_MOE | OFF_EAGER, CHUNKS, "greedy", **REAL),
 )

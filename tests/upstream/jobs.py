@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.upstream.cases import CASES, RANKS, REFUSED, SERVED_BY_RANKS, SERVING, Case
+from tests.upstream.cases import CASES, NO_DRAFTS, RANKS, REFUSED, SERVED_BY_RANKS, SERVING, Case
 from tests.upstream.engine import import_upstream, start
 from tests.upstream.random_cases import random_case
 from tests.upstream.ranks import end_with_parent, in_processes
@@ -67,7 +67,7 @@ def job(case: Case, work: Callable[..., Any]) -> Job:
 
 def start_ups(release: str, names: Sequence[str]) -> Iterator[Job]:
     """The start-ups on a release, refused ones at the end."""
-    for case in (*CASES, *RANKS, *REFUSED.values()):
+    for case in (*CASES, *RANKS, *REFUSED.values(), NO_DRAFTS):
         if case.runs_on(release) and (not names or case.name in names):
             yield job(case, start)
 

@@ -8,10 +8,12 @@ Run as a script inside an environment that has vllm and vllm-ascend; prints a li
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from npusim.told import ToldTokens
 from tests.upstream.cases import ServingCase, served
@@ -70,6 +72,24 @@ class ServingResult:
     shortfalls: list[list[float]] = field(default_factory=list)
 
 
+class ToldSteps(ToldTokens):
+    """Told tokens of steps in which rows may have drafts: what follows a row's last place is -1, as a kernel left it.
+
+    Attributes:
+        num_places: Of each row of the current step, one more than it has drafts; set by who serves.
+    """
+
+    num_places: Callable[[], Sequence[int]] = staticmethod(lambda: ())
+
+    def __call__(self, tensor: Tensor) -> Tensor | None:
+        """See :class:`ToldTokens`."""
+        told, num_places = super().__call__(tensor), self.num_places()
+        if told is not None and not told.is_floating_point() and told.dim() == 2 and len(told) == len(num_places):
+            for row, end in enumerate(num_places):
+                told[row, end:] = -1
+        return told
+
+
 def serve_case(case: ServingCase, scenario: Scenario, rank: int = 0, peers: Rendezvous | None = None) -> ServingResult:
     """Start upstream, then serve the requests of a case to their end.
 
@@ -77,11 +97,11 @@ def serve_case(case: ServingCase, scenario: Scenario, rank: int = 0, peers: Rend
         Exception: What upstream raises.
     """
     engine_args = {"async_scheduling": False, "max_logprobs": -1, **case.engine_args}
-    told = None if case.values == "real" else ToldTokens(json.loads(scenario.model.read_text())["vocab_size"])
+    told = None if case.values == "real" else ToldSteps(json.loads(scenario.model.read_text())["vocab_size"])
     with started(scenario, rank, peers, values=case.values, told_values=told, engine_args=engine_args) as upstream:
         result = ServingResult(upstream.result, before=holdings(upstream.world, rank))
         scheduler, requests = schedule(upstream, case)
-        result.steps.extend(serve(upstream, scheduler))
+        result.steps.extend(serve(upstream, scheduler, told))
         result.after = holdings(upstream.world, rank)
         result.outputs = [list(request.output_token_ids) for request in requests]
         if case.values == "real":
@@ -123,12 +143,12 @@ def _with_lists(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()}
 
 
-def serve(upstream: StartedRank, scheduler: Any) -> Iterator[Step]:
+def serve(upstream: StartedRank, scheduler: Any, told: ToldSteps | None = None) -> Iterator[Step]:
     """Run steps until no request is left, here or on a replica that has collectives in common with this one."""
     in_lockstep = upstream.config.parallel_config.data_parallel_size > 1
     num_steps = 0
     while in_lockstep or scheduler.has_requests():
-        step = run_step(upstream, scheduler, in_lockstep=in_lockstep)
+        step = run_step(upstream, scheduler, told, in_lockstep=in_lockstep)
         if step is not None:
             yield step
         num_steps += 1
@@ -148,7 +168,7 @@ def any_has_requests(scheduler: Any) -> bool:
     return bool(ParallelConfig.has_unfinished_dp(get_dp_group().cpu_group, scheduler.has_unfinished_requests()))
 
 
-def run_step(upstream: StartedRank, scheduler: Any, *, in_lockstep: bool) -> Step | None:
+def run_step(upstream: StartedRank, scheduler: Any, told: ToldSteps | None, *, in_lockstep: bool) -> Step | None:
     """Do what upstream's engine core does in one step; None if that is nothing."""
     import torch
 
@@ -158,6 +178,9 @@ def run_step(upstream: StartedRank, scheduler: Any, *, in_lockstep: bool) -> Ste
     plan = output = None
     if scheduler.has_requests():
         plan = scheduler.schedule()
+        if told is not None:
+            drafts, batch = plan.scheduled_spec_decode_tokens, worker.model_runner.input_batch
+            told.num_places = lambda: [1 + len(drafts.get(req_id, ())) for req_id in batch.req_ids]
         output = worker.execute_model(plan)
         logits_peak = npu.max_memory_allocated()
         if output is None:

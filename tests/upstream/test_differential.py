@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.upstream.cases import CASES, REFUSED, RELEASES
+from tests.upstream.cases import CASES, NO_DRAFTS, REFUSED, RELEASES
 from tests.upstream.runner_side import figures_of_runner
 
 pytestmark = [pytest.mark.upstream, pytest.mark.sim_only("upstream runs on simulated worlds here")]
@@ -39,3 +39,9 @@ def test_same_refusal(upstream_results, text, case, release):
     assert text in upstream_results(release)[case.name]["error"]
     with pytest.raises(ValueError, match=re.escape(text)):
         figures_of_runner(case, release)
+
+
+def test_the_earlier_release_has_no_drafts_with_xlite(upstream_results):
+    """xlite_runner follows the later one, also where its profile run is the earlier one's."""
+    error = upstream_results("0.22.1")[NO_DRAFTS.name]["error"]
+    assert "Xlite graph mode is not compatible with speculative decoding." in error

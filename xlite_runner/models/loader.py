@@ -13,7 +13,7 @@ from xlite_runner.forward_context import AscendDeviceType
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.models.dense import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from xlite_runner.models.layers import BuildContext, LinearBase
-from xlite_runner.models.mtp import MultiTokenPredictor
+from xlite_runner.models.mtp import MiMoMTP, MultiTokenPredictor
 from xlite_runner.models.qwen3_moe import Qwen3MoeForCausalLM
 from xlite_runner.moe.fused_moe import FusedMoE
 from xlite_runner.parallel_state import ParallelState
@@ -46,9 +46,10 @@ def build_model(config: RunnerConfig, parallel: ParallelState, device: torch.dev
     return model
 
 
-def build_mtp(target: CausalLM) -> MultiTokenPredictor:
+def build_mtp(target: CausalLM) -> MiMoMTP | MultiTokenPredictor:
     """The module that drafts for a target model, with dummy weights, ready to run."""
-    module = MultiTokenPredictor(target.build, target)
+    module_class = MiMoMTP if isinstance(target, Qwen2ForCausalLM) else MultiTokenPredictor
+    module = module_class(target.build, target)
     _load(module)
     return module
 

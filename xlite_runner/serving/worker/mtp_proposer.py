@@ -1,21 +1,20 @@
 """Proposes one draft token for each request after a step, by a multi-token-prediction module.
 
 As upstream with the padded drafter batch: the module runs on all tokens of the step, those of rejected drafts included,
-and a draft comes from each request's last token that counts. The module is never captured here; upstream captures it
-where decode steps are.
+and a draft comes from each request's last token that counts. The module is never captured, as upstream's with
+``enforce_eager`` in its ``speculative_config``; without that upstream captures it where decode steps are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from xlite_runner.config import RunnerConfig
+from xlite_runner.config import CUDAGraphMode, RunnerConfig
 from xlite_runner.errors import ScenarioError
 from xlite_runner.forward_context import ForwardContext
 from xlite_runner.models.decoder import CausalLM
@@ -45,6 +44,7 @@ class MtpProposer:
                 f"num_speculative_tokens = {config.speculative.num_speculative_tokens} is not supported; allowed: 1"
             )
         scheduler = config.scheduler
+        self._max_num_seqs = scheduler.max_num_seqs
         num_tokens, hidden_size = scheduler.max_num_batched_tokens, config.model.hidden_size
         num_metadata_rows = num_tokens + 2 * scheduler.max_num_seqs
         dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -72,19 +72,21 @@ class MtpProposer:
         """All modules of the drafter, not those that it shares with the target."""
         return self.model.modules()
 
-    def dummy_run(
-        self, target_hidden_states: torch.Tensor, positions: torch.Tensor, context: ForwardContext, num_reqs: int
-    ) -> None:
-        """One step without meaning, logits included.
+    def dummy_run(self, context: ForwardContext) -> None:
+        """One step without meaning and without attention, logits included.
 
         Args:
-            target_hidden_states: Of the dummy step.
-            positions: Of its tokens, and more.
-            context: Its context.
-            num_reqs: Rows of logits.
+            context: The target's.
         """
-        hidden_states = self._run(target_hidden_states, positions, context)
-        self.model.compute_logits(hidden_states[self.token_indices_to_sample[:num_reqs]])  # type: ignore[operator]
+        num_tokens = context.batch_descriptor.num_tokens
+        num_reqs = max(num_tokens // 2, 1)
+        if context.in_profile_run:
+            num_reqs = min(num_reqs, self._max_num_seqs)
+        self._run(
+            num_tokens,
+            self.token_indices_to_sample[:num_reqs],
+            replace(context, attn_metadata=None, cudagraph_runtime_mode=CUDAGraphMode.NONE),
+        )
 
     def propose(
         self,
@@ -92,7 +94,7 @@ class MtpProposer:
         sampled_token_ids: Sequence[Sequence[int]],
         next_prompt_tokens: Callable[[int], int],
         target: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        context: ForwardContext,
+        make_context: Callable[[], ForwardContext],
     ) -> torch.Tensor:
         """Draft tokens on the device, [rows] int64.
 
@@ -101,38 +103,41 @@ class MtpProposer:
             sampled_token_ids: What the step gave each row; nothing for rows in the middle of their prompt.
             next_prompt_tokens: The token of a row's prompt that follows the step's.
             target: The step's token ids, positions and hidden states, and more behind them.
-            context: The step's context.
+            make_context: Makes the drafter's own context, without padding.
         """
-        input_ids, positions, hidden_states = target
-        num_tokens = inputs.num_tokens
+        device, num_tokens = self.input_ids.device, inputs.num_tokens
         next_tokens = [
             token_ids[-1] if token_ids else next_prompt_tokens(row) for row, token_ids in enumerate(sampled_token_ids)
         ]
-        last = to_device(self._last_tokens(inputs, sampled_token_ids), self.input_ids.device)
-        self.input_ids[: num_tokens - 1] = input_ids[1:num_tokens]
-        self.input_ids[last] = to_device(np.array(next_tokens, dtype=np.int32), last.device)
-        self.token_indices_to_sample[: len(last)] = last
-        hidden_states = self._run(hidden_states, positions, context)
-        logits: torch.Tensor = self.model.compute_logits(hidden_states[last])  # type: ignore[operator]
-        return logits.argmax(dim=-1)
-
-    def _last_tokens(self, inputs: StepInputs, sampled_token_ids: Sequence[Sequence[int]]) -> NDArray[Any]:
-        """Each row's last token that is not a rejected draft, as its place in the step."""
-        last = np.cumsum(inputs.query_lens) - 1
+        num_sampled = np.array([len(token_ids) for token_ids in sampled_token_ids], dtype=np.int64)
+        # What upstream computes on the device from the sampled tokens, and keeps until the module has run.
+        next_token_ids = to_device(np.array(next_tokens, dtype=np.int32), device)
+        kept = [to_device(num_sampled, device)]
+        num_rejected = np.zeros(len(num_sampled), dtype=np.int32)
         if inputs.spec_decode is not None:
-            num_sampled = np.array([len(token_ids) for token_ids in sampled_token_ids])
-            last -= np.where(num_sampled > 0, inputs.spec_decode.num_draft_tokens + 1 - num_sampled, 0)
-        return last.astype(np.int32)
+            num_drafts = inputs.spec_decode.num_draft_tokens
+            num_rejected += np.where((num_sampled > 0) & (num_drafts > 0), num_drafts + 1 - num_sampled, 0)
+            kept.append(to_device(num_rejected, device))
+        last = to_device((np.cumsum(inputs.query_lens) - 1 - num_rejected).astype(np.int32), device)
+        if inputs.spec_decode is not None:
+            # All tokens, rejected ones too; yet into new tensors (exact: vllm-ascend 0.23.0).
+            indices = self.arange[:num_tokens]
+            input_ids, positions, hidden_states = (tensor[indices] for tensor in target)
+        else:
+            input_ids, positions, hidden_states = (tensor[:num_tokens] for tensor in target)
+        self.input_ids[: num_tokens - 1] = input_ids[1:]
+        self.input_ids[last] = next_token_ids
+        self.positions[:num_tokens] = positions
+        self.hidden_states[:num_tokens] = hidden_states
+        context = make_context()
+        kept.append(self.positions[last])
+        self.token_indices_to_sample[: len(last)] = last
+        return self._run(num_tokens, self.token_indices_to_sample[: len(last)], context)
 
-    def _run(
-        self, target_hidden_states: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor:
-        """On as many tokens as the step has with padding, for which there may be no hidden states."""
-        num_tokens = context.batch_descriptor.num_tokens
-        target_hidden_states = target_hidden_states[:num_tokens]
-        self.positions[:num_tokens] = positions[:num_tokens]
-        self.hidden_states[: len(target_hidden_states)] = target_hidden_states
-        hidden_states: torch.Tensor = self.model(
+    def _run(self, num_tokens: int, token_indices_to_sample: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        hidden_states = self.model(
             self.input_ids[:num_tokens], self.positions[:num_tokens], self.hidden_states[:num_tokens], context
         )
-        return hidden_states
+        sample_hidden_states = hidden_states[token_indices_to_sample]
+        logits: torch.Tensor = self.model.compute_logits(sample_hidden_states)  # type: ignore[operator]
+        return logits.argmax(dim=-1)

@@ -34,6 +34,8 @@ class SpecDecodeMetadata:
         draft_rows: Row of each draft, on the host.
         target_logits_indices: Logits that say whether each draft is right, [drafts].
         bonus_logits_indices: Logits of the token after all of a row's drafts, [rows].
+        cu_num_draft_tokens: Drafts of a row and all before it, [rows]; upstream's kernels read both sums.
+        cu_num_sampled_tokens: The same with one more for each row.
     """
 
     num_draft_tokens: NDArray[Any]
@@ -41,6 +43,8 @@ class SpecDecodeMetadata:
     draft_rows: NDArray[Any]
     target_logits_indices: torch.Tensor
     bonus_logits_indices: torch.Tensor
+    cu_num_draft_tokens: torch.Tensor
+    cu_num_sampled_tokens: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +195,8 @@ class StepInputBuilder:
             draft_rows=np.repeat(np.arange(len(num_drafts)), num_drafts),
             target_logits_indices=targets,
             bonus_logits_indices=to_device(np.flatnonzero(is_bonus).astype(np.int32), device),
+            cu_num_draft_tokens=to_device(num_drafts.cumsum(dtype=np.int32), device),
+            cu_num_sampled_tokens=to_device(sampled_ends, device),
         )
 
 

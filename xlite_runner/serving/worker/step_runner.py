@@ -70,6 +70,7 @@ class StepRunner:
         self.sampler = Sampler(runner.device_type, runner.buffers.neg_inf)
         self.rejection_sampler = RejectionSampler(self.sampler)
         self._state: ExecuteModelState | None = None
+        self._draft_token_ids: torch.Tensor | None = None
         self._is_async = runner.config.scheduler.async_scheduling
         self._num_steps = 0
 
@@ -250,16 +251,33 @@ class StepRunner:
         runner, batch, inputs = self._runner, self.batch, state.inputs
         if runner.drafter is None:
             return {}
-        drafts = runner.drafter.propose(
+        # Upstream's runner keeps them until the next step (exact: vllm-ascend 0.23.0 model_runner_v1.py).
+        self._draft_token_ids = runner.drafter.propose(
             inputs,
             sampled_token_ids,
             lambda row: int(batch.token_ids[row, inputs.seq_lens[row]]),
             (runner.buffers.input_ids, runner.buffers.positions, state.hidden_states),
-            state.context,
-        ).tolist()
+            lambda: self._draft_context(state),
+        )
+        drafts = self._draft_token_ids.tolist()
         for request, draft, token_ids in zip(batch.requests, drafts, sampled_token_ids, strict=True):
             request.draft_token_ids = [draft] if token_ids else ()
         return {request.req_id: request.draft_token_ids for request in batch.requests if request.draft_token_ids}
+
+    def _draft_context(self, state: ExecuteModelState) -> ForwardContext:
+        """As the step's, without padding, over block tables of its own."""
+        runner, inputs = self._runner, state.inputs
+        metadata = runner.metadata_builder.build(
+            attn_state=inputs.attn_state,
+            query_lens=inputs.query_lens,
+            seq_lens=inputs.seq_lens,
+            num_actual_tokens=inputs.num_tokens,
+            block_tables=runner.buffers.block_table[: len(inputs.query_lens)].clone(),
+            slot_mapping=runner.buffers.slot_mapping,
+        )
+        return runner.make_draft_context(
+            state.context, dict.fromkeys(runner.attention_layers, metadata), inputs.num_tokens
+        )
 
     def _sample(self, state: ExecuteModelState) -> SamplerOutput:
         metadata, spec = self.batch.sampling_metadata, state.inputs.spec_decode

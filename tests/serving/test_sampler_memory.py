@@ -138,6 +138,8 @@ def test_peak_of_the_rejection_sampler(batch, case, params, units, mask):
         draft_rows=rows,
         target_logits_indices=torch.from_numpy(2 * rows).to("npu"),
         bonus_logits_indices=torch.from_numpy(2 * rows + 1).to("npu"),
+        cu_num_draft_tokens=torch.from_numpy(rows + 1).to("npu", torch.int32),
+        cu_num_sampled_tokens=torch.from_numpy(2 * rows + 2).to("npu", torch.int32),
     )
     sampler = RejectionSampler(Sampler(A2, made.buffers.neg_inf))
     peak, output = peak_of(

@@ -311,6 +311,7 @@ class StepRunner:
 
     def _prompt_logprobs(self, state: ExecuteModelState) -> Mapping[str, LogprobsLists]:
         """Of the prompt tokens that this step's tokens are followed by; all of a request's chunk at once."""
+        model, device = self._runner.model, self._runner.device
         results = {}
         end = 0
         for request, query_len in zip(self.batch.requests, state.inputs.query_lens, strict=True):
@@ -318,20 +319,25 @@ class StepRunner:
             num_logprobs = request.sampling_params.prompt_logprobs
             first = request.num_computed_tokens + 1
             num_logits = min(query_len, request.num_prompt_tokens - first)
-            if num_logprobs is None or num_logits <= 0:
+            if num_logprobs is None or first > request.num_prompt_tokens:
                 continue
-            targets = request.prompt_token_ids[first : first + num_logits]
-            results[request.req_id] = self._logprobs_of(
-                state.hidden_states[start : start + num_logits], targets, num_logprobs
+            # As upstream: the whole prompt goes to the device, and what one request leaves in these variables is there
+            # while the next one's logits are computed.
+            prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int64, device="cpu").to(
+                device, non_blocking=True
+            )
+            if num_logits <= 0:
+                continue
+            logits = model.compute_logits(state.hidden_states[start : start + num_logits])
+            logprobs = compute_logprobs(logits)
+            num_logprobs = logits.shape[1] if num_logprobs == -1 else num_logprobs
+            tensors = gather_logprobs(logprobs, num_logprobs, prompt[first : first + num_logits])
+            token_ids, logprobs, ranks = tensors.token_ids, tensors.logprobs, tensors.ranks
+            del tensors
+            results[request.req_id] = LogprobsLists(
+                token_ids=token_ids.tolist(), logprobs=logprobs.tolist(), sampled_token_ranks=ranks.tolist()
             )
         return results
-
-    def _logprobs_of(self, hidden_states: torch.Tensor, targets: Sequence[int], num_logprobs: int) -> LogprobsLists:
-        logits = self._runner.model.compute_logits(hidden_states)
-        token_ids = torch.tensor(targets, dtype=torch.int64, device="cpu").to(logits.device, non_blocking=True)
-        if num_logprobs == -1:
-            num_logprobs = logits.shape[1]
-        return _to_lists(gather_logprobs(compute_logprobs(logits), num_logprobs, token_ids))
 
 
 def _until_placeholder(token_ids: list[int]) -> list[int]:

@@ -137,6 +137,11 @@ def test_dtype_auto(declared: str, expected: str) -> None:
         ),
         ({**DENSE, "rope_scaling": {"rope_type": "yarn"}}, 'missing key "factor"'),
         ({**DENSE, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; allowed: 1"),
+        ({**MOE, "num_key_value_heads": None}, 'missing key "num_key_value_heads"'),
+        (
+            {**LLAMA, "hidden_size": 4097},
+            "The hidden size (4097) is not a multiple of the number of attention heads (32).",
+        ),
         ({**DENSE, "head_dim": None}, "head_dim = None is not supported; allowed: an integer > 0 or no such key"),
         ({**LLAMA, "architectures": ["Qwen2ForCausalLM"], "head_dim": 64}, "head_dim = 64: allowed is 128, as the cla"),
         ({**MOE, "shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is not supported; all"),

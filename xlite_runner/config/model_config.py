@@ -170,7 +170,7 @@ def _fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         fields["attention_output_bias"] = fields.get("attention_bias", False)
     if architecture == "Qwen2ForCausalLM":
         fields["attention_bias"] = True  # the class has QKV biases, no key says so
-    if architecture == "LlamaForCausalLM" or "num_key_value_heads" in hf:  # null, with the other classes
+    if architecture == "LlamaForCausalLM" or ("num_key_value_heads" in hf and architecture != "Qwen3MoeForCausalLM"):
         fields.setdefault("num_key_value_heads", hf.get("num_attention_heads"))
     _refuse_what_others_have(hf)
     return fields | _head_dim(hf, architecture) | _experts(hf, architecture)
@@ -190,6 +190,11 @@ def _refuse_what_others_have(hf: Mapping[str, Any]) -> None:
 def _head_dim(hf: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The ``head_dim`` that the file says, or the Hugging Face class."""
     given, derived = hf.get("head_dim"), _derived_head_dim(hf)
+    if architecture == "LlamaForCausalLM" and derived is not None and hf["hidden_size"] % hf["num_attention_heads"]:
+        raise UnsupportedModelError(  # the Hugging Face class says so, whatever head_dim is
+            f"The hidden size ({hf['hidden_size']}) is not a multiple of the number of attention heads "
+            f"({hf['num_attention_heads']})."
+        )
     if given is None and architecture != "LlamaForCausalLM" and "head_dim" in hf:
         raise UnsupportedModelError("head_dim = None is not supported; allowed: an integer > 0 or no such key")
     if architecture == "Qwen2ForCausalLM" and given not in (None, derived):

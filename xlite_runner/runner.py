@@ -35,7 +35,7 @@ from xlite_runner.memory_profiling import DeviceMemoryProfiler
 from xlite_runner.models.attention import KERNEL_BLOCK_SIZE, Attention
 from xlite_runner.models.attention_metadata import AscendAttentionMetadataBuilder, AscendAttentionState, AscendMetadata
 from xlite_runner.models.loader import build_model
-from xlite_runner.models.rotary import CosSinBuffers, RotaryEmbedding
+from xlite_runner.models.rotary import RotaryEmbedding
 from xlite_runner.serving.worker.mtp_proposer import MtpProposer
 from xlite_runner.serving.worker.step_runner import StepRunner
 
@@ -69,11 +69,6 @@ class NPUModelRunner:
         self.device_type = AscendDeviceType.of(torch_npu.npu.get_soc_version())
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.buffers = InputBuffers(config, device)
-        scheduler = config.scheduler
-        self.cos_sin = CosSinBuffers(scheduler.max_num_batched_tokens, config.model.head_dim, self.dtype, device)
-        self.mc2_mask: torch.Tensor | None = None
-        if config.model.moe is not None:
-            self.mc2_mask = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.bool, device=device)
         self.cudagraph_dispatcher = CudagraphDispatcher(config)
         self.batch_execution = BatchExecutionPlanner(config, parallel, self.cudagraph_dispatcher)
         self.metadata_builder = AscendAttentionMetadataBuilder(device)
@@ -211,7 +206,9 @@ class NPUModelRunner:
             is_profile: The memory profile is being taken.
         """
         positions = self.buffers.positions[: execution.descriptor.num_tokens]
-        cos, sin = (None, None) if self._rotary_table is None else self.cos_sin.update(self._rotary_table, positions)
+        cos, sin = None, None
+        if self._rotary_table is not None:
+            cos, sin = self.buffers.cos_sin.update(self._rotary_table, positions)
         return create_forward_context(
             self.config,
             self.device_type,
@@ -221,7 +218,7 @@ class NPUModelRunner:
             attn_metadata=metadata,
             in_profile_run=is_profile,
             cudagraph_runtime_mode=execution.mode,
-            reserved_mc2_mask=self.mc2_mask,
+            reserved_mc2_mask=self.buffers.mc2_mask,
             cos=cos,
             sin=sin,
         )
@@ -275,8 +272,8 @@ class NPUModelRunner:
             query_lens = [min(query_len, num_tokens - start) for start in range(0, num_tokens, query_len)]
         num_reqs = len(query_lens)
         num_padding_reqs = max((descriptor.num_reqs or 0) - num_reqs, 0)
-        block_tables = self.buffers.block_table[: num_reqs + num_padding_reqs]
-        slot_mapping = self.buffers.slot_mapping[: descriptor.num_tokens]
+        block_tables = self.buffers.batch.block_table[: num_reqs + num_padding_reqs]
+        slot_mapping = self.buffers.batch.slot_mapping[: descriptor.num_tokens]
         if num_padding_reqs:
             block_tables[num_reqs:].fill_(0)
             slot_mapping[num_tokens:].fill_(-1)

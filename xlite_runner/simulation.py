@@ -74,13 +74,13 @@ def audit(
     """
     with started(scenario, config, policy, on_stage=on_stage) as (world, engine, lines):
         profile = engine.result(lines, ledgers(world), world.event_log.digest)
-        result = AuditResult(profile=profile, ranks=engine.audit(_WorldLedger(world)))
+        result = AuditResult(profile=profile, ranks=engine.audit(WorldLedger(world)))
     if not result.ran_out_of_memory:
         return result
     num_blocks = profile.num_gpu_blocks
     cache = replace(config.cache, num_gpu_blocks_override=num_blocks // 2)
     with started(scenario, replace(config, cache=cache), policy) as (world, engine, _):
-        measured = engine.audit(_WorldLedger(world), num_blocks)
+        measured = engine.audit(WorldLedger(world), num_blocks)
     pairs = zip(result.ranks, measured, strict=True)
     return AuditResult(profile=profile, ranks=tuple(more.after_running_out_of_memory(first) for first, more in pairs))
 
@@ -115,20 +115,20 @@ def started(
             yield world, engine, lines
 
 
-class _WorldLedger:
+class WorldLedger:
     """The ledgers of a simulated world, as an audit looks at them."""
 
     def __init__(self, world: SimWorld) -> None:
         self._world = world
 
-    def outside_torch(self, rank: int) -> list[LedgerRow]:
+    def outside_torch(self, rank: int) -> list[LedgerRow]:  # noqa: D102 - inherited
         rows = map(_row, self._world.cards[rank].ledger.holdings())
         return [row for row in rows if row.owner != "torch segment"]
 
-    def peak(self, rank: int) -> list[LedgerRow]:
+    def peak(self, rank: int) -> list[LedgerRow]:  # noqa: D102 - inherited
         return [_row(entry) for entry in self._world.cards[rank].ledger.peak_holdings()]
 
-    def reset_peak(self, rank: int) -> None:
+    def reset_peak(self, rank: int) -> None:  # noqa: D102 - inherited
         self._world.cards[rank].ledger.reset_peak()
 
 

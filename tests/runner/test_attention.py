@@ -82,17 +82,17 @@ def run_step(runner, state, requests, query_lens):
     buffers.input_ids[:num_tokens] = torch.cat([request.token_ids[start:end] for request, start, end in spans])
     buffers.positions[:num_tokens] = torch.cat([torch.arange(start, end) for _, start, end in spans])
     slots = [slot for request, start, end in spans for slot in request.slots(start, end)]
-    buffers.slot_mapping[:num_tokens] = torch.tensor(slots, dtype=torch.int32)
+    buffers.batch.slot_mapping[:num_tokens] = torch.tensor(slots, dtype=torch.int32)
     for row, request in enumerate(requests):
-        buffers.block_table[row, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
+        buffers.batch.block_table[row, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
         request.num_computed = ends[row]
     metadata = runner.metadata_builder.build(
         attn_state=state,
         query_lens=query_lens,
         seq_lens=ends,
         num_actual_tokens=num_tokens,
-        block_tables=buffers.block_table[: len(requests)],
-        slot_mapping=buffers.slot_mapping[:num_tokens],
+        block_tables=buffers.batch.block_table[: len(requests)],
+        slot_mapping=buffers.batch.slot_mapping[:num_tokens],
     )
     return call_model(runner, num_tokens, dict.fromkeys(runner.get_kv_cache_spec(), metadata)).split(query_lens)
 

@@ -106,7 +106,7 @@ class Rank:
     def step(self, phase, num_tokens):
         self.phase = phase
         positions = self.positions[:num_tokens]
-        cos, sin = self.cos_sin.update(self.model.rotary_emb.cos_sin_cache, positions)
+        cos, sin = self.cos_sin.update(self.model.model.layers[0].self_attn.rotary_emb.cos_sin_cache, positions)
         context = create_forward_context(
             self.config,
             self.device_type,

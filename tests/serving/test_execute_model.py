@@ -76,7 +76,7 @@ def test_inputs_of_a_mixed_step(make_worker):
     assert inputs.attn_state is State.DECODE_ONLY  # one token of a prompt is like a decode step
     assert inputs.discarded_rows == []
     assert buffers.positions[:3].tolist() == [128, 128, 2]
-    assert buffers.slot_mapping[:3].tolist() == [6 * 128, 7 * 128, 5 * 128 + 2]
+    assert buffers.batch.slot_mapping[:3].tolist() == [6 * 128, 7 * 128, 5 * 128 + 2]
     assert buffers.input_ids[:3].tolist() == [clients[0].output[-1], clients[1].output[-1], 9]
     assert buffers.query_start_loc[:4].tolist() == [0, 1, 2, 3]
     assert inputs.logits_indices.tolist() == [0, 1, 2]
@@ -137,8 +137,8 @@ def test_decode_steps_replay_graphs_padded_to_their_size(make_worker):
         )
     prefill_and_decode(worker.execute_model, 3)
     assert replayed == [4]
-    assert runner.buffers.slot_mapping[3].item() == -1
-    assert not runner.buffers.block_table[3].any()
+    assert runner.buffers.batch.slot_mapping[3].item() == -1
+    assert not runner.buffers.batch.block_table[3].any()
 
 
 @told

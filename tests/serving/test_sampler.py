@@ -51,7 +51,7 @@ def sampling(npu_device):
             request.output_token_ids = [3, 3, 4]
             batch.add_request(request)
         batch.refresh_metadata()
-        sampler = Sampler(device_type, buffers.neg_inf)
+        sampler = Sampler(device_type, buffers.batch.neg_inf)
 
         def sample(logits):
             return sampler(logits.to(npu_device), batch.sampling_metadata)

@@ -102,7 +102,7 @@ def test_peak_of_the_sampler(batch, case, device_type, params, units, mask):
 
     made = batch(**params)
     torch = made.torch
-    sampler = Sampler(device_type, made.buffers.neg_inf)
+    sampler = Sampler(device_type, made.buffers.batch.neg_inf)
     peak, _ = peak_of(
         torch,
         lambda: torch.empty(NUM_REQS, VOCAB_SIZE, dtype=torch.bfloat16, device="npu"),
@@ -141,7 +141,7 @@ def test_peak_of_the_rejection_sampler(batch, case, params, units, mask):
         cu_num_draft_tokens=torch.from_numpy(rows + 1).to("npu", torch.int32),
         cu_num_sampled_tokens=torch.from_numpy(2 * rows + 2).to("npu", torch.int32),
     )
-    sampler = RejectionSampler(Sampler(A2, made.buffers.neg_inf))
+    sampler = RejectionSampler(Sampler(A2, made.buffers.batch.neg_inf))
     peak, output = peak_of(
         torch,
         lambda: torch.empty(2 * NUM_REQS, VOCAB_SIZE, dtype=torch.bfloat16, device="npu"),

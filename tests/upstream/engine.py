@@ -90,6 +90,7 @@ class StartedRank:
     worker: Any
     plan: Any
     result: UpstreamResult
+    after_stage: dict[str, Any]
 
 
 def policy_of_installed_release() -> ProfilePolicy:
@@ -179,12 +180,21 @@ def _start(scenario: Scenario, model: Path, replica: Replica, world: SimWorld, c
         distributed_init_method=f"file://{model / 'rendezvous'}",
         is_driver_worker=replica.rank_in_replica == 0,
     )
-    worker.init_device()
-    worker.load_model()
+    from xlite_runner.memory_profiling import MemoryUse
+
+    after_stage: dict[str, MemoryUse] = {}
+
+    def stage(name, *arguments):
+        done = getattr(worker, name)(*arguments)
+        after_stage[name] = MemoryUse.measure(worker.device)
+        return done
+
+    stage("init_device")
+    stage("load_model")
     result.weights = int(worker.model_runner.model_memory_usage)
     spec = worker.get_kv_cache_spec()
     _resolve_kv_cache_layout(config, worker, spec)
-    result.available = int(worker.determine_available_memory())
+    result.available = int(stage("determine_available_memory"))
     if scenario.kv_cache_memory_bytes is None:  # else nothing is measured
         result.peak_activation = int(worker.peak_activation_memory)
         result.non_torch = int(worker.non_torch_memory)
@@ -195,12 +205,11 @@ def _start(scenario: Scenario, model: Path, replica: Replica, world: SimWorld, c
         plan.kv_cache_layout = config.cache_config.kv_cache_layout
     result.num_blocks = plan.num_blocks
     before = torch.npu.memory_allocated()
-    worker.initialize_from_config(plan)
+    stage("initialize_from_config", plan)
     result.kv_cache = torch.npu.memory_allocated() - before
-    worker.compile_or_warm_up_model()
+    stage("compile_or_warm_up_model")
     result.graph = int(getattr(worker, "npugraph_memory_bytes", 0))  # only there if memory was profiled
-    worker.execute_dummy_batch()
-    return StartedRank(world, config, worker, plan, result)
+    return StartedRank(world, config, worker, plan, result, after_stage)
 
 
 @dataclass(frozen=True)

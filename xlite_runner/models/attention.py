@@ -46,8 +46,14 @@ class Attention(nn.Module):
             head_size=self.head_size,
             dtype_size=model.dtype_size,
         )
-        for name in ("_k_scale", "_v_scale", "_q_scale", "_prob_scale"):  # of a quantised KV cache; kept in any case
+        # Of a quantised KV cache; made in any case. The ranges are on the device until the weights are loaded.
+        for name in ("_k_scale", "_v_scale", "_q_scale", "_prob_scale"):
             self.register_buffer(name, torch.tensor(1.0, dtype=torch.float32, device=build.device))
+        self.ranges = [torch.tensor(0.0, dtype=torch.float32, device=build.device) for _ in range(3)]
+
+    def process_weights_after_loading(self) -> None:
+        """Let go of what only the loading of a quantised cache's scales would need."""
+        self.ranges.clear()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: ForwardContext

@@ -21,11 +21,14 @@ from xlite_runner.models.layers import (
 )
 from xlite_runner.models.rotary import RotaryEmbedding
 
+GetRope = Callable[[], RotaryEmbedding]
+"""The rotary embedding that all layers share, made when the first asks for it."""
+
 
 class LlamaAttention(nn.Module):
     """Projections, rotary embedding and attention of one layer."""
 
-    def __init__(self, layer_prefix: str, rotary_emb: RotaryEmbedding, build: BuildContext) -> None:
+    def __init__(self, layer_prefix: str, get_rope: GetRope, build: BuildContext) -> None:
         super().__init__()
         model, parallel = build.config.model, build.config.parallel
         self.head_dim = model.head_dim
@@ -35,7 +38,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             model.num_attention_heads * model.head_dim, model.hidden_size, build, bias=model.attention_output_bias
         )
-        self.rotary_emb = rotary_emb
+        self.rotary_emb = get_rope()
         self.attn = Attention(f"{layer_prefix}.self_attn.attn", build)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -57,8 +60,8 @@ class LlamaAttention(nn.Module):
 class Qwen3Attention(LlamaAttention):
     """Attention with a norm of each query and key head."""
 
-    def __init__(self, layer_prefix: str, rotary_emb: RotaryEmbedding, build: BuildContext) -> None:
-        super().__init__(layer_prefix, rotary_emb, build)
+    def __init__(self, layer_prefix: str, get_rope: GetRope, build: BuildContext) -> None:
+        super().__init__(layer_prefix, get_rope, build)
         self.q_norm = RMSNorm(self.head_dim, build.config.model.rms_norm_eps, build)
         self.k_norm = RMSNorm(self.head_dim, build.config.model.rms_norm_eps, build)
 
@@ -123,22 +126,19 @@ class DecoderModel(nn.Module):
 class CausalLM(nn.Module):
     """A language model. Subclasses say what one layer consists of.
 
-    Submodules and weights have upstream's names, by which the adapters to xlite find them.
+    Submodules and weights have upstream's names, by which the adapters to xlite find them. They are made in upstream's
+    order, since what is dropped meanwhile leaves holes in the allocator's segments that later tensors may not fit into.
 
     Args:
         build: What the weights are made with.
-        rotary_emb: The rotary embedding that all layers share.
         make_layer: Makes the layer of an index, given its dotted name.
     """
 
-    def __init__(
-        self, build: BuildContext, rotary_emb: RotaryEmbedding, make_layer: Callable[[int, str], DecoderLayer]
-    ) -> None:
+    def __init__(self, build: BuildContext, make_layer: Callable[[int, str], DecoderLayer]) -> None:
         super().__init__()
-        model = build.config.model
         self.build = build
         self.make_layer = make_layer
-        self.rotary_emb = rotary_emb
+        model = build.config.model
         self.model = DecoderModel(
             (make_layer(index, f"model.layers.{index}") for index in range(model.num_hidden_layers)), build
         )

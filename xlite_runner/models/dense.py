@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import torch
 from torch import nn
 
@@ -45,11 +47,10 @@ class LlamaForCausalLM(CausalLM):
     """Llama 2, Llama 3 and 3.1."""
 
     def __init__(self, build: BuildContext) -> None:
-        rotary_emb = make_rotary_embedding(build)
+        get_rope = cache(partial(make_rotary_embedding, build))
         super().__init__(
             build,
-            rotary_emb,
-            lambda _, prefix: DecoderLayer(LlamaAttention(prefix, rotary_emb, build), LlamaMLP(build), build),
+            lambda _, prefix: DecoderLayer(LlamaAttention(prefix, get_rope, build), LlamaMLP(build), build),
         )
 
 
@@ -57,11 +58,10 @@ class Qwen2ForCausalLM(CausalLM):
     """Qwen2 and Qwen2.5."""
 
     def __init__(self, build: BuildContext) -> None:
-        rotary_emb = make_rotary_embedding(build)
+        get_rope = cache(partial(make_rotary_embedding, build))
         super().__init__(
             build,
-            rotary_emb,
-            lambda _, prefix: DecoderLayer(LlamaAttention(prefix, rotary_emb, build), Qwen2MLP(build), build),
+            lambda _, prefix: DecoderLayer(LlamaAttention(prefix, get_rope, build), Qwen2MLP(build), build),
         )
 
 
@@ -69,9 +69,8 @@ class Qwen3ForCausalLM(CausalLM):
     """Qwen3, dense."""
 
     def __init__(self, build: BuildContext) -> None:
-        rotary_emb = make_rotary_embedding(build)
+        get_rope = cache(partial(make_rotary_embedding, build))
         super().__init__(
             build,
-            rotary_emb,
-            lambda _, prefix: DecoderLayer(Qwen3Attention(prefix, rotary_emb, build), Qwen2MLP(build), build),
+            lambda _, prefix: DecoderLayer(Qwen3Attention(prefix, get_rope, build), Qwen2MLP(build), build),
         )

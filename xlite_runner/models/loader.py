@@ -10,6 +10,7 @@ import torch_npu
 
 from xlite_runner.config import RunnerConfig
 from xlite_runner.forward_context import AscendDeviceType
+from xlite_runner.models.attention import Attention
 from xlite_runner.models.decoder import CausalLM
 from xlite_runner.models.dense import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 from xlite_runner.models.layers import BuildContext, LinearBase
@@ -58,6 +59,9 @@ def _load(model: torch.nn.Module) -> None:
     initialize_dummy_weights(model)
     for module in model.modules():
         if isinstance(module, (LinearBase, FusedMoE)):
+            module.process_weights_after_loading()
+    for module in model.modules():
+        if isinstance(module, Attention):
             module.process_weights_after_loading()
     model.eval()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -13,14 +14,16 @@ from xlite_runner.models.decoder import CausalLM, DecoderLayer, Qwen3Attention
 from xlite_runner.models.dense import Qwen2MLP
 from xlite_runner.models.layers import BuildContext, ReplicatedLinear
 from xlite_runner.models.rotary import make_rotary_embedding
-from xlite_runner.moe.comm_method import MoECommMethod, make_moe_comm_methods
+from xlite_runner.moe.comm_method import MoECommMethod
 from xlite_runner.moe.fused_moe import FusedMoE
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):
     """Router and experts."""
 
-    def __init__(self, build: BuildContext, moe: MoeConfig, comm_methods: Mapping[MoECommType, MoECommMethod]) -> None:
+    def __init__(
+        self, build: BuildContext, moe: MoeConfig, comm_methods: MutableMapping[MoECommType, MoECommMethod]
+    ) -> None:
         super().__init__()
         self.gate = ReplicatedLinear(build.config.model.hidden_size, moe.num_experts, build)
         self.experts = FusedMoE(build, moe, comm_methods)
@@ -38,12 +41,13 @@ class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, build: BuildContext) -> None:
         moe = build.config.model.moe
         assert moe is not None
-        rotary_emb = make_rotary_embedding(build)
-        comm_methods = make_moe_comm_methods(build, moe)
+        get_rope = cache(partial(make_rotary_embedding, build))
+        comm_methods: dict[MoECommType, MoECommMethod] = {}
 
         def make_layer(index: int, prefix: str) -> DecoderLayer:
+            attention = Qwen3Attention(prefix, get_rope, build)
             sparse = build.config.model.is_moe_layer(index)
             mlp = Qwen3MoeSparseMoeBlock(build, moe, comm_methods) if sparse else Qwen2MLP(build)
-            return DecoderLayer(Qwen3Attention(prefix, rotary_emb, build), mlp, build)
+            return DecoderLayer(attention, mlp, build)
 
-        super().__init__(build, rotary_emb, make_layer)
+        super().__init__(build, make_layer)

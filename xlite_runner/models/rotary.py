@@ -144,14 +144,16 @@ def cos_sin_table(model: ModelConfig, device: torch.device) -> torch.Tensor:
         num_positions *= scaling.factor
     elif isinstance(scaling, DynamicNTKRopeScaling):
         frequencies = _inverse_frequencies(model, _dynamic_theta(model, scaling), device)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32, device=device), frequencies)
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, frequencies)
     cosines, sines = angles.cos(), angles.sin()
     return torch.cat((cosines, sines) if magnitude == 1 else (cosines * magnitude, sines * magnitude), dim=-1)
 
 
 def _inverse_frequencies(model: ModelConfig, theta: float, device: torch.device) -> torch.Tensor:
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=device) / model.head_dim
-    frequencies: torch.Tensor = 1.0 / (theta**exponents)
+    frequencies: torch.Tensor = 1.0 / (
+        theta ** (torch.arange(0, model.head_dim, 2, dtype=torch.float32, device=device) / model.head_dim)
+    )
     return frequencies
 
 

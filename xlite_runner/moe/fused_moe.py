@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from xlite_runner.config import MoeConfig
 from xlite_runner.forward_context import ForwardContext, MoECommType
 from xlite_runner.models.layers import BuildContext
-from xlite_runner.moe.comm_method import FusedExpertsResult, MoECommMethod
+from xlite_runner.moe.comm_method import FusedExpertsResult, MoECommMethod, make_moe_comm_methods
 from xlite_runner.moe.experts_selector import select_experts
 from xlite_runner.moe.prepare_finalize import MoEPrepareOutput
 from xlite_runner.moe.token_dispatcher import MoETokenDispatchInput
@@ -19,23 +19,36 @@ from xlite_runner.moe.token_dispatcher import MoETokenDispatchInput
 class FusedMoE(nn.Module):
     """This rank's experts (or its part of every expert) and their routing.
 
+    Args:
+        build: What the weights are made with.
+        moe: The model's experts.
+        comm_methods: Shared by all layers; each puts its own there, as upstream does.
+
     Attributes:
         w13_weight: Gate and up projections, [local experts, hidden, 2 * intermediate] once processed.
         w2_weight: Down projections, [local experts, intermediate, hidden] once processed.
         expert_map: int32, local number of each expert, -1 for those of other ranks; None if this rank has all.
     """
 
-    def __init__(self, build: BuildContext, moe: MoeConfig, comm_methods: Mapping[MoECommType, MoECommMethod]) -> None:
+    def __init__(
+        self, build: BuildContext, moe: MoeConfig, comm_methods: MutableMapping[MoECommType, MoECommMethod]
+    ) -> None:
         super().__init__()
         self.build = build
         self.moe = moe
         self.comm_methods = comm_methods
-        ep_size, hidden_size = build.config.parallel.moe_ep_size, build.config.model.hidden_size
-        intermediate_size = moe.moe_intermediate_size // build.config.parallel.moe_tp_size
-        self.local_num_experts = moe.num_experts // ep_size
-        self.expert_map = self._make_expert_map() if ep_size > 1 else None
-        self.w13_weight = build.weight(self.local_num_experts, 2 * intermediate_size, hidden_size)
-        self.w2_weight = build.weight(self.local_num_experts, hidden_size, intermediate_size)
+        self.local_num_experts = moe.num_experts // build.config.parallel.moe_ep_size
+        self._create_weights()
+        # vllm-ascend's layer has vLLM's make everything, and makes it anew before it lets go of that, part by part.
+        self._create_weights()
+        comm_methods.update(make_moe_comm_methods(build, moe))
+
+    def _create_weights(self) -> None:
+        parallel, hidden_size = self.build.config.parallel, self.build.config.model.hidden_size
+        intermediate_size = self.moe.moe_intermediate_size // parallel.moe_tp_size
+        self.expert_map = self._make_expert_map() if parallel.moe_ep_size > 1 else None
+        self.w13_weight = self.build.weight(self.local_num_experts, 2 * intermediate_size, hidden_size)
+        self.w2_weight = self.build.weight(self.local_num_experts, hidden_size, intermediate_size)
 
     def process_weights_after_loading(self) -> None:
         """Turn [output, input] as in checkpoints into [input, output] as the kernels want; a copy at a time."""

@@ -91,7 +91,7 @@ class StepInputBuilder:
         self._query_pos = HostTwin(buffers.query_pos)
         self._query_start_loc = HostTwin(buffers.query_start_loc)
         self._num_scheduled_tokens = HostTwin(buffers.num_scheduled_tokens)
-        self._slot_mapping = HostTwin(buffers.slot_mapping)
+        self._slot_mapping = HostTwin(buffers.batch.slot_mapping)
         self._discard_request_indices = HostTwin(buffers.discard_request_indices)
         self._discard_request_mask = HostTwin(buffers.discard_request_mask)
         self._num_decode_draft_tokens = HostTwin(buffers.num_decode_draft_tokens)
@@ -156,9 +156,9 @@ class StepInputBuilder:
     def pad(self, num_tokens: int, num_padded_tokens: int, num_reqs: int, num_padded_reqs: int) -> None:
         """Make the rest of a captured graph's inputs harmless: no slots, and block 0 in the tables."""
         if num_padded_tokens > num_tokens:
-            self._buffers.slot_mapping[num_tokens:num_padded_tokens].fill_(PAD_SLOT_ID)
+            self._buffers.batch.slot_mapping[num_tokens:num_padded_tokens].fill_(PAD_SLOT_ID)
         if num_padded_reqs > num_reqs:
-            self._buffers.block_table[num_reqs:num_padded_reqs].fill_(0)
+            self._buffers.batch.block_table[num_reqs:num_padded_reqs].fill_(0)
 
     def _upload_positions(
         self, num_reqs: int, rows: NDArray[Any], query_pos: NDArray[Any], query_lens: NDArray[Any]

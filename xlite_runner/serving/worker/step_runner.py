@@ -67,7 +67,7 @@ class StepRunner:
         self.requests: dict[str, CachedRequestState] = {}
         self.batch = InputBatch(runner.config, runner.buffers, runner.device)
         self._inputs = StepInputBuilder(runner.config, runner.buffers, self.batch)
-        self.sampler = Sampler(runner.device_type, runner.buffers.neg_inf)
+        self.sampler = Sampler(runner.device_type, runner.buffers.batch.neg_inf)
         self.rejection_sampler = RejectionSampler(self.sampler)
         self._state: ExecuteModelState | None = None
         self._draft_token_ids: torch.Tensor | None = None
@@ -204,8 +204,8 @@ class StepRunner:
             query_lens=inputs.query_lens + [runner.config.uniform_decode_query_len] * num_padding,
             seq_lens=inputs.seq_lens + [0] * num_padding,
             num_actual_tokens=inputs.num_tokens,
-            block_tables=runner.buffers.block_table[:num_padded_reqs],
-            slot_mapping=runner.buffers.slot_mapping[: descriptor.num_tokens],
+            block_tables=runner.buffers.batch.block_table[:num_padded_reqs],
+            slot_mapping=runner.buffers.batch.slot_mapping[: descriptor.num_tokens],
         )
         return dict.fromkeys(runner.attention_layers, metadata)
 

@@ -100,13 +100,16 @@ def test_mask_of_allowed_tokens_stays(measured_step, started_seed):
 
 
 def test_log_probabilities_of_a_prompt(measured_step):
-    """All of a chunk at once: 10 bytes for each logit of each of its tokens, far above any other step."""
+    """All of a chunk at once: 10 bytes for each logit of each of its tokens, far above any other step.
+
+    The allocator does not split off what is less than 1 MiB of a free block, and counts it with the tensor.
+    """
     num_logits = 1024
     client = Client("scored", range(num_logits + 1), SamplingParams(temperature=0.0, prompt_logprobs=1), range(1, 10))
     output = run_step(measured_step, [client], {"scored": num_logits + 1})
     run_step(measured_step, [], {}, finished=["scored"])
     assert len(output.prompt_logprobs["scored"].logprobs) == num_logits
     own_logits_mib = 2 * VOCAB_SIZE / MIB  # of the token that is sampled
-    assert measured_step.memory[0][0] / MIB == pytest.approx(
-        10 * num_logits * VOCAB_SIZE / MIB + own_logits_mib, abs=0.2
-    )
+    tensors_mib = 10 * num_logits * VOCAB_SIZE / MIB + own_logits_mib
+    max_num_tensors = 5  # logits twice, their probabilities, which are greater, hidden states
+    assert tensors_mib - 0.2 < measured_step.memory[0][0] / MIB < tensors_mib + 0.2 + max_num_tensors

@@ -182,6 +182,17 @@ class NPUModelRunner:
             self.drafter.dummy_run(context)
         return hidden_states
 
+    @torch.inference_mode()
+    def run_fallback(self, num_tokens: int, *, foreign_metadata: bool) -> None:
+        """A dummy step without attention metadata, or with another backend's before its own."""
+        descriptor = BatchDescriptor(num_tokens)
+        metadata: dict[str, object] | None = None
+        if foreign_metadata:
+            own = self._dummy_attn_metadata(num_tokens, None, descriptor, None)
+            metadata = {"layer of another backend": object(), **own}
+        execution = BatchExecution(CUDAGraphMode.NONE, descriptor, num_tokens)
+        self.forward(self.make_context(execution, metadata))
+
     def forward(self, context: ForwardContext) -> torch.Tensor:
         """Run the model on what the buffers hold; returns the hidden states."""
         num_tokens = context.batch_descriptor.num_tokens

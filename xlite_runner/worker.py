@@ -158,7 +158,7 @@ class NPUWorker:
             non_torch=result.non_torch_increase,
         )
         if self.policy is ProfilePolicy.AUDITED:
-            need = measure_serving(self, self.memory.requested - non_kv.total)
+            need = measure_serving(self, lambda need: self.memory.requested - need)
             self.memory.graph_estimate = need.graph_bytes
             non_kv = replace(non_kv, serving=need.total_bytes - non_kv.total - need.graph_bytes)
         free_memory = result.after_profile.free_memory
@@ -227,6 +227,15 @@ class NPUWorker:
         """
         output = self.model_runner.steps.execute_model(scheduler_output)
         return self.model_runner.steps.sample_tokens() if output is None else output
+
+    def execute_fallback(self, num_tokens: int, *, foreign_metadata: bool) -> None:
+        """Take the model through tokens without meaning in a step that xlite's full mode leaves to the model itself.
+
+        Args:
+            num_tokens: Tokens of the step.
+            foreign_metadata: The first metadata is another backend's; else there is no metadata.
+        """
+        self.model_runner.run_fallback(num_tokens, foreign_metadata=foreign_metadata)
 
     def execute_dummy_batch(self) -> None:
         """Take part in a step that this data-parallel rank has no requests for: one decode step of one request."""

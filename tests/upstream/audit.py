@@ -1,10 +1,16 @@
-"""Audits upstream's own worker: the cases, the measuring and the judging are xlite_runner's, only who executes differs."""
+"""Upstream's own worker under xlite_runner's audit: cases, measuring and judging are the same, upstream executes.
+
+Needs torch_npu: to be imported in a world.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
+
+import torch
 
 from npusim.told import ToldTokens
 from tests.upstream.engine import StartedRank, started
@@ -24,26 +30,47 @@ from xlite_runner.worker import WorkerMemory
 
 
 @dataclass
-class AuditResult:
-    """An audit of upstream on one rank."""
+class UpstreamAudit:
+    """What an audit of upstream on one rank found, and the lines that upstream logged."""
 
     rank: RankAudit
     log_lines: list[str]
+    num_blocks: int
 
 
-def audit_upstream(scenario: Scenario, rank: int = 0) -> AuditResult:
-    """Start upstream on one rank and run on it what ``xlite-runner audit`` runs.
+def audit_upstream(scenario: Scenario, rank: int = 0) -> UpstreamAudit:
+    """As :func:`xlite_runner.simulation.audit`, on one rank of upstream.
 
     Raises:
         Exception: What upstream raises at its start.
     """
+    first = _in_child(scenario, rank)
+    if first.rank.ran_out_of_memory is None:
+        return first
+    half = scenario.model_copy(update={"num_gpu_blocks_override": first.num_blocks // 2})
+    more = _in_child(half, rank, first.num_blocks)
+    return UpstreamAudit(more.rank.after_running_out_of_memory(first.rank), first.log_lines, first.num_blocks)
+
+
+def _in_child(*arguments: Any) -> UpstreamAudit:
+    """In a process of its own, since upstream starts once in a process."""
+    with get_context("fork").Pool(1) as child:
+        return child.apply(_audit_once, arguments)
+
+
+def _audit_once(scenario: Scenario, rank: int, configured_blocks: int | None = None) -> UpstreamAudit:
     config = check_and_update_config(scenario, ModelConfig.from_hf(scenario.model))
+    engine_args: dict[str, Any] = {"async_scheduling": False}
+    if scenario.kv_transfer_config is not None:
+        from vllm.config import KVTransferConfig
+
+        engine_args["kv_transfer_config"] = KVTransferConfig(**scenario.kv_transfer_config.model_dump())
     told = ToldTokens(config.model.vocab_size, config.seed)
-    engine_args = {"async_scheduling": False}
     with started(scenario, rank, told_values=told, engine_args=engine_args) as upstream:
         worker = UpstreamWorker(upstream, config)
         measurements = run_audit(worker, upstream.plan.num_blocks, WorldLedger(upstream.world))
-        return AuditResult(audit_rank(worker, worker.plan, measurements), upstream.result.log_lines)
+        found = audit_rank(worker, worker.plan, measurements, configured_blocks)
+        return UpstreamAudit(found, upstream.result.log_lines, upstream.plan.num_blocks)
 
 
 class UpstreamWorker:
@@ -59,15 +86,59 @@ class UpstreamWorker:
         self.config = config
         self.rank = upstream.result.rank
         self.device = upstream.worker.device
-        self.model_runner = upstream.worker.model_runner
+        self.model_runner = _UpstreamModelRunner(upstream.worker.model_runner)
         self.memory = _memory(upstream)
         self.plan = _plan(upstream)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Execute a step and sample."""
-        output = self._worker.execute_model(as_upstreams(scheduler_output))
-        if output is None:
+        if self._worker.execute_model(as_upstreams(scheduler_output)) is None:
             self._worker.sample_tokens(None)
+
+    def execute_fallback(self, num_tokens: int, *, foreign_metadata: bool) -> None:
+        """Have the runner make no attention metadata for a dummy step, or another backend's before its own."""
+        from vllm.config import CUDAGraphMode
+
+        runner = self._worker.model_runner
+        build = runner._build_attention_metadata
+
+        def with_foreign(**arguments: Any) -> tuple[dict[str, Any], Any]:
+            own, rest = build(**arguments)
+            return {"layer of another backend": object(), **own}, rest
+
+        runner._build_attention_metadata = with_foreign
+        runner._should_build_dummy_attn_metadata = lambda *_: foreign_metadata
+        try:
+            runner._dummy_run(num_tokens, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+        finally:
+            del runner._build_attention_metadata, runner._should_build_dummy_attn_metadata
+
+
+class _UpstreamModelRunner:
+    """Upstream's model runner, as far as an audit asks for it."""
+
+    def __init__(self, runner: Any) -> None:
+        self.model_memory_usage = int(runner.model_memory_usage)
+        self.get_model = runner.get_model
+        self.model = _Wrapped(runner.xlite_model) if hasattr(runner, "xlite_model") else runner.model
+
+
+class _Wrapped:
+    """Upstream's ``XliteWrapper``, whose tensors xlite works from."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self.adapter = self
+
+    def tensors(self) -> Mapping[str, list[torch.Tensor]]:
+        """By xlite's names."""
+        native = self._wrapper.xlite_model
+        values = {name: getattr(native, name) for name in dir(native) if not name.startswith("_")}
+        as_lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+        weights = {
+            name: some for name, some in as_lists.items() if all(isinstance(value, torch.Tensor) for value in some)
+        }
+        return {"freqs_cis": [self._wrapper.freq_cis], **weights}
 
 
 def _memory(upstream: StartedRank) -> WorkerMemory:
@@ -75,9 +146,9 @@ def _memory(upstream: StartedRank) -> WorkerMemory:
     non_kv, available = None, worker.cache_config.kv_cache_memory_bytes
     if available is None:
         non_kv = NonKVMemory(
-            weights=int(worker.model_runner.model_memory_usage),
-            peak_activation=worker.peak_activation_memory,
-            non_torch=worker.non_torch_memory,
+            weights=upstream.result.weights,
+            peak_activation=upstream.result.peak_activation,
+            non_torch=upstream.result.non_torch,
         )
         available = worker.available_kv_cache_memory_bytes
     return WorkerMemory(
@@ -91,7 +162,6 @@ def _memory(upstream: StartedRank) -> WorkerMemory:
         non_kv=non_kv,
         available_kv_cache=available,
         graph=upstream.result.graph,
-        graph_estimate=getattr(worker, "npugraph_memory_estimate", 0),
         after_stage=upstream.after_stage,
     )
 
@@ -106,15 +176,12 @@ def _plan(upstream: StartedRank) -> KVCacheConfig:
         )
         for name, spec in upstream.worker.get_kv_cache_spec().items()
     }
-    plan = plan_kv_cache(specs, upstream.plan.num_blocks)
-    assert sum(tensor.num_bytes for tensor in plan.tensors) == sum(
-        tensor.size for tensor in upstream.plan.kv_cache_tensors
-    )
-    return plan
+    return plan_kv_cache(specs, upstream.plan.num_blocks)
 
 
 def as_upstreams(step: SchedulerOutput) -> Any:
     """A step in upstream's classes."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnectorMetadata
     from vllm.v1.core.sched.output import SchedulerOutput as UpstreamSchedulerOutput
 
     return UpstreamSchedulerOutput(
@@ -127,6 +194,7 @@ def as_upstreams(step: SchedulerOutput) -> Any:
         num_common_prefix_blocks=[step.num_common_prefix_blocks],
         finished_req_ids=set(step.finished_req_ids),
         free_encoder_mm_hashes=[],
+        kv_connector_metadata=ExampleConnectorMetadata(),  # nothing to transfer; read only where there is a connector
     )
 
 
@@ -148,10 +216,9 @@ def _new_request(request: NewRequestData) -> Any:
 def _sampling_params(params: SamplingParams) -> Any:
     from vllm import SamplingParams as UpstreamSamplingParams
 
-    given: Mapping[str, Any] = params.model_dump(exclude_defaults=True)
-    return UpstreamSamplingParams(
-        detokenize=False, **{k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
-    )
+    given = params.model_dump(exclude_defaults=True)
+    lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
+    return UpstreamSamplingParams(detokenize=False, **given | lists)
 
 
 def _cached_requests(requests: CachedRequestData) -> Any:

@@ -340,5 +340,39 @@ SERVED_BY_RANKS = (
 )
 """Requests that every rank's process serves; in ``replicas`` those of each replica."""
 
+
+def audit_of(example: str, **settings: Any) -> Case:
+    """A scenario of ``examples/audit``, on the release whose sampler xlite_runner imitates."""
+    return Case(example, settings, EXAMPLES / "audit" / f"{example}.toml", releases=("0.23.0",))
+
+
+EVERY_FEATURE = {
+    "sampling": [
+        "temperature", "top_p", "top_k", "min_p", "penalties", "logprobs", "seed", "allowed_token_ids",
+        "prompt_logprobs",
+    ]
+}  # fmt: skip
+AUDITS = (
+    audit_of("01-seed"),
+    audit_of("06-xccl-off", audit={"sampling": []}),
+    Case("tiny dense, every feature", {"audit": EVERY_FEATURE}, releases=("0.23.0",)),
+    Case("tiny MoE, EP 2, every feature", EP_2 | {"audit": EVERY_FEATURE}, releases=("0.23.0",)),
+    Case("tiny dense, greedy, asleep", {"audit": {"sampling": [], "sleep_level": 2}}),
+)
+MORE_AUDITS = (
+    audit_of("02-greedy"),
+    audit_of("03-top-p"),
+    audit_of("04-utilization-099"),
+    audit_of("05-kv-cache-memory"),
+    audit_of("06-xccl-off"),
+    audit_of("07-kv-transfer", kv_transfer_config={"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
+    audit_of("08-decode-only"),
+    audit_of("12-fallback-paths"),
+    audit_of("13-prompt-logprobs"),
+    audit_of("14-sleep"),
+    audit_of("15-dense"),
+    Case("seed, before the fix", {"audit": {"sampling": ["temperature", "logprobs"]}}, SEED, releases=("0.22.1",)),
+)
+
 SCENARIOS = {"dense": Case("tiny dense", FEW_BLOCKS), "MoE": Case("tiny MoE", FEW_BLOCKS | TINY_MOE)}
 """What ``tests/upstream/adapter`` runs on."""

@@ -41,6 +41,7 @@ from xlite_runner.simulation import build_world, ledgers
 
 if TYPE_CHECKING:
     from npusim.torch_backend.values import Told
+    from xlite_runner.memory_profiling import MemoryUse
 
 PRESETS = {
     "HF_HUB_OFFLINE": "1",
@@ -83,6 +84,7 @@ class StartedRank:
         worker: Its ``XliteWorker``, or ``NPUWorker`` without xlite.
         plan: Its ``KVCacheConfig``.
         result: What it computed.
+        after_stage: What was in use after each of :data:`xlite_runner.stages.STAGES`.
     """
 
     world: SimWorld
@@ -90,7 +92,7 @@ class StartedRank:
     worker: Any
     plan: Any
     result: UpstreamResult
-    after_stage: dict[str, Any]
+    after_stage: dict[str, MemoryUse]
 
 
 def policy_of_installed_release() -> ProfilePolicy:
@@ -105,6 +107,8 @@ def start(scenario: Scenario, rank: int = 0, peers: Rendezvous | None = None) ->
         Exception: What upstream raises.
     """
     with started(scenario, rank, peers) as upstream:
+        upstream.worker.execute_dummy_batch()
+        upstream.result.ledger = [asdict(row) for row in ledgers(upstream.world)[rank]]
         return upstream.result
 
 
@@ -157,7 +161,6 @@ def started(
         with set_current_vllm_config(vllm_config):
             upstream = _start(scenario, model, replica, world, vllm_config)
             upstream.result.log_lines = lines
-            upstream.result.ledger = [asdict(row) for row in ledgers(world)[rank]]
             yield upstream
 
 
@@ -166,6 +169,8 @@ def _start(scenario: Scenario, model: Path, replica: Replica, world: SimWorld, c
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    from xlite_runner.memory_profiling import MemoryUse
 
     # A queue over host shared memory, by which the executor's steps reach the ranks; its readers are other processes,
     # which are not there, and nothing is sent on it during a start-up.
@@ -180,11 +185,9 @@ def _start(scenario: Scenario, model: Path, replica: Replica, world: SimWorld, c
         distributed_init_method=f"file://{model / 'rendezvous'}",
         is_driver_worker=replica.rank_in_replica == 0,
     )
-    from xlite_runner.memory_profiling import MemoryUse
-
     after_stage: dict[str, MemoryUse] = {}
 
-    def stage(name, *arguments):
+    def stage(name: str, *arguments: Any) -> Any:
         done = getattr(worker, name)(*arguments)
         after_stage[name] = MemoryUse.measure(worker.device)
         return done

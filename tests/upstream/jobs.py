@@ -23,12 +23,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from tests.upstream.cases import CASES, NO_DRAFTS, RANKS, REFUSED, SERVED_BY_RANKS, SERVING, Case
+from npusim.world import SimWorld
+from tests.upstream.cases import (
+    AUDITS,
+    CASES,
+    MORE_AUDITS,
+    NO_DRAFTS,
+    RANKS,
+    REFUSED,
+    SERVED_BY_RANKS,
+    SERVING,
+    Case,
+)
 from tests.upstream.engine import import_upstream, start
 from tests.upstream.random_cases import random_case
 from tests.upstream.ranks import end_with_parent, in_processes
 from tests.upstream.serving import serve_case
-from xlite_runner.scenario import load_scenario
+from xlite_runner.scenario import Scenario, load_scenario
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,27 @@ def serve_random(seed: int) -> dict[str, Any]:
         return asdict(serve_case(case, load_scenario(case.scenario, case.settings)))
 
 
-KINDS = {"start": start_ups, "serve": servings, "random": random_jobs}
+def audits(cases: Iterable[Case], release: str, names: Sequence[str]) -> Iterator[Job]:
+    """The audits on a release."""
+
+    def audited(scenario: Scenario, rank: int) -> dict[str, Any]:
+        with SimWorld(scenario.device_profile, environment={}):
+            from tests.upstream.audit import audit_upstream
+        return asdict(audit_upstream(scenario, rank))
+
+    for case in cases:
+        if case.runs_on(release) and (not names or case.name in names):
+            scenario = load_scenario(case.scenario, case.settings)
+            yield Job(case.name, scenario.device_profile, partial(audited, scenario, case.rank))
+
+
+KINDS = {
+    "start": start_ups,
+    "serve": servings,
+    "random": random_jobs,
+    "audit": partial(audits, AUDITS),
+    "more_audits": partial(audits, MORE_AUDITS),
+}
 
 
 JOB_LIMIT_S = 900

@@ -99,6 +99,7 @@ def serve_case(case: ServingCase, scenario: Scenario, rank: int = 0, peers: Rend
     engine_args = {"async_scheduling": False, "max_logprobs": -1, **case.engine_args}
     told = None if case.values == "real" else ToldSteps(json.loads(scenario.model.read_text())["vocab_size"])
     with started(scenario, rank, peers, values=case.values, told_values=told, engine_args=engine_args) as upstream:
+        upstream.worker.execute_dummy_batch()
         result = ServingResult(upstream.result, before=holdings(upstream.world, rank))
         scheduler, requests = schedule(upstream, case)
         result.steps.extend(serve(upstream, scheduler, told))

@@ -12,12 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
-from xlite_runner.batch_execution import BatchExecution
-from xlite_runner.config import CUDAGraphMode, RunnerConfig
+from xlite_runner.config import RunnerConfig
 from xlite_runner.config.engine_args import AuditArgs
-from xlite_runner.forward_context import BatchDescriptor, mc2_tokens_capacity
+from xlite_runner.forward_context import mc2_tokens_capacity
 from xlite_runner.serving.output import CachedRequestData, NewRequestData, SchedulerOutput
 from xlite_runner.serving.sampling_params import SamplingParams
 
@@ -138,15 +135,7 @@ class FallbackStep:
     def run(self, worker: NPUWorker, num_blocks: int) -> None:
         """Run the model on tokens without meaning."""
         del num_blocks
-        runner = worker.model_runner
-        descriptor = BatchDescriptor(self.num_tokens)
-        execution = BatchExecution(CUDAGraphMode.NONE, descriptor, self.num_tokens)
-        metadata = None
-        if self.foreign_metadata:
-            own = runner._dummy_attn_metadata(self.num_tokens, None, descriptor, None)
-            metadata = {"layer of another backend": object(), **own}
-        with torch.inference_mode():
-            runner.forward(runner.make_context(execution, metadata))
+        worker.execute_fallback(self.num_tokens, foreign_metadata=self.foreign_metadata)
 
 
 def audit_cases(config: RunnerConfig) -> list[AuditCase]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,9 @@ MIN_BLOCKS = 2
 """The null block, and one that all requests share."""
 PAGE_BYTES = {True: 20 << 20, False: 2 << 20}
 """What the allocator takes at a time, with and without expandable segments (exact: torch_npu 2.13.0)."""
+
+NUM_TRIES = 2
+"""Sizes of the KV cache that are tried, on all ranks alike."""
 
 FRAGMENTATION_BYTES = 100 << 20
 """By how much segments of the model's own steps differed between runs on KV caches of several sizes (assumed: seen with
@@ -54,20 +57,20 @@ class _Pass:
     last: Measurement
 
 
-def measure_serving(worker: NPUWorker, available_bytes: float) -> ServingNeed:
-    """Run serving's worst cases on a provisional KV cache, which is given back afterwards.
+def measure_serving(worker: NPUWorker, kv_cache_beside: Callable[[int], float]) -> ServingNeed:
+    """Run serving's worst cases on provisional KV caches, which are given back afterwards.
 
-    They run twice. What the first time leaves behind, such as communicators and the causal mask, is there before the
-    KV cache of the second time, as it will be before the real one. The second time is measured, on tensors that are
-    too large for gaps between others, as the real ones are. The real cache ends elsewhere in a page of the allocator,
-    so that one page more may be in use.
+    What the first time leaves behind, such as communicators and the causal mask, is there before the KV cache of the
+    next time, as it will be before the real one. Then the size is tried that the result of the time before leads to:
+    which gaps between weights a tensor of the cache fits into, and so which are left for steps, depends on its size.
+    The real cache may still end elsewhere in a page of the allocator, so that one page more may be in use.
 
     Steps of the model itself have tensors whose sizes follow from routing and whose segments are fragmented differently
-    each time. Where there are such steps, the larger of both runs counts, and :data:`FRAGMENTATION_BYTES` more.
+    each time. Where there are such steps, :data:`FRAGMENTATION_BYTES` more are set aside.
 
     Args:
         worker: With its model loaded, and without KV cache. All ranks have to do this at the same time.
-        available_bytes: What the profile run left for the KV cache; half of it is used.
+        kv_cache_beside: Bytes of the KV cache if serving takes so many besides.
 
     Raises:
         torch.OutOfMemoryError: A case does not even fit beside a small KV cache.
@@ -80,14 +83,19 @@ def measure_serving(worker: NPUWorker, available_bytes: float) -> ServingNeed:
             raise last.error
         logger.warning("Serving fails whatever the memory: %s: %s", last.case.name, last.error)
         cases = cases[: cases.index(last.case)]
-    plan = _plan(worker, available_bytes / 2)
-    measured = _run_all(worker, plan, cases)
-    if measured.last.error is not None:
-        raise measured.last.error
-    rounding_bytes = _rounding_bytes(worker, plan)
-    needed = measured.need_bytes + rounding_bytes
-    if _runs_model_itself(worker.config):
-        needed = max(needed, first.need_bytes + rounding_bytes) + FRAGMENTATION_BYTES
+    rounding_bytes = _rounding_bytes(worker)
+    fragmentation_bytes = FRAGMENTATION_BYTES if _runs_model_itself(worker.config) else 0
+    needed = first.need_bytes + rounding_bytes + fragmentation_bytes
+    for _ in range(NUM_TRIES):
+        tried = needed
+        measured = _run_all(worker, _plan(worker, kv_cache_beside(tried)), cases)
+        if measured.last.error is None:
+            needed = measured.need_bytes + rounding_bytes + fragmentation_bytes
+        elif measured.last.ran_out_of_memory:
+            needed = tried + rounding_bytes + FRAGMENTATION_BYTES
+        else:
+            raise measured.last.error
+    needed = max(needed, tried)
     logger.info(
         "Serving takes %s GiB besides the KV cache, at most in: %s.", format_gib(needed), measured.worst.case.name
     )
@@ -95,13 +103,14 @@ def measure_serving(worker: NPUWorker, available_bytes: float) -> ServingNeed:
 
 
 def check_kv_cache_memory(worker: NPUWorker, kv_cache_memory_bytes: int) -> None:
-    """See that serving fits beside a KV cache of a given size, by running its worst cases beside half of that.
+    """See that serving fits beside a KV cache of a given size, by running its worst cases beside as much as that.
 
     Raises:
         ReservationError: It does not.
     """
-    need = measure_serving(worker, kv_cache_memory_bytes).total_bytes
-    at_most = worker.memory.init_snapshot.free_memory - need
+    free_at_start = worker.memory.init_snapshot.free_memory
+    need = measure_serving(worker, lambda need: min(kv_cache_memory_bytes, free_at_start - need)).total_bytes
+    at_most = free_at_start - need
     if kv_cache_memory_bytes > at_most:
         raise ReservationError(
             f"--kv-cache-memory={kv_cache_memory_bytes} ({format_gib(kv_cache_memory_bytes)} GiB): serving takes "
@@ -117,10 +126,11 @@ def _plan(worker: NPUWorker, available_bytes: float) -> KVCacheConfig:
     return plan_kv_cache(specs, max(MIN_BLOCKS, int(available_bytes) // bytes_per_block))
 
 
-def _rounding_bytes(worker: NPUWorker, plan: KVCacheConfig) -> int:
+def _rounding_bytes(worker: NPUWorker) -> int:
     """By how much more than the provisional cache the real one may exceed its tensors."""
     is_expandable = "expandable_segments:True" in worker.config.environment["PYTORCH_NPU_ALLOC_CONF"]
-    return PAGE_BYTES[is_expandable] * (1 if is_expandable else 2 * len(plan.tensors))
+    num_tensors = 2 * len(worker.model_runner.get_kv_cache_spec())
+    return PAGE_BYTES[is_expandable] * (1 if is_expandable else num_tensors)
 
 
 def _run_all(worker: NPUWorker, plan: KVCacheConfig, cases: Sequence[AuditCase]) -> _Pass:

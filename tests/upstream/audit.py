@@ -6,12 +6,14 @@ Needs torch_npu: to be imported in a world.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
+from npusim.errors import UnmodelledNameError
 from npusim.told import ToldTokens
 from tests.upstream.engine import StartedRank, started
 from xlite_runner.audit.account import audit_rank
@@ -132,13 +134,14 @@ class _Wrapped:
 
     def tensors(self) -> Mapping[str, list[torch.Tensor]]:
         """By xlite's names."""
-        native = self._wrapper.xlite_model
-        values = {name: getattr(native, name) for name in dir(native) if not name.startswith("_")}
-        as_lists = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-        weights = {
-            name: some for name, some in as_lists.items() if all(isinstance(value, torch.Tensor) for value in some)
-        }
-        return {"freqs_cis": [self._wrapper.freq_cis], **weights}
+        native, tensors = self._wrapper.xlite_model, {"freqs_cis": [self._wrapper.freq_cis]}
+        for name in dir(native):
+            with suppress(UnmodelledNameError):  # of models that there is no adapter for here
+                value = getattr(native, name)
+                some = value if isinstance(value, list) else [value]
+                if all(isinstance(tensor, torch.Tensor) for tensor in some):
+                    tensors[name] = some
+        return tensors
 
 
 def _memory(upstream: StartedRank) -> WorkerMemory:

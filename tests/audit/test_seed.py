@@ -50,12 +50,13 @@ def test_unreserved_tensors(audit_seed, variant):
 
 
 def test_upstreams_margin_covers_not_even_greedy_sampling_in_segments(audit_seed):
-    """Its 150 MiB are more than the 92 MiB of tensors, but the allocator's segments use nearly all of them up."""
+    """Its 150 MiB are more than the 92 MiB of tensors, but the allocator's segments take more than the rest."""
     result = audit_seed("skip", audit={"sampling": []})
     as_given, fit_requested, use_free = result.worst_rank.verdicts
     assert as_given.outcome is Outcome.EXCEEDS
-    assert 0 < fit_requested.margin_bytes < 20 * MIB
-    assert 0 < use_free.margin_bytes < 20 * MIB
+    assert fit_requested.outcome is Outcome.EXCEEDS
+    assert use_free.outcome is Outcome.OUT_OF_MEMORY
+    assert min(fit_requested.margin_bytes, use_free.margin_bytes) > -80 * MIB
     for verdict in audit_seed("skip", **SAMPLING).worst_rank.verdicts[1:]:
         assert verdict.margin_bytes < 0
 
@@ -68,8 +69,8 @@ def test_audited_is_safe_and_keeps_most_of_the_gain(audit_seed):
     assert not audit_seed("skip", **SAMPLING).is_safe
     assert audit_seed("audited", **SAMPLING).is_safe
     assert (runnable, skip) == (557_696, 626_176)
-    assert (skip - audited) / skip < 0.0125
-    assert (skip - audited) / (skip - runnable) < 0.115
+    assert (skip - audited) / skip < 0.015
+    assert (skip - audited) / (skip - runnable) < 0.14
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "audit").glob("*.toml")), ids=lambda path: path.stem)

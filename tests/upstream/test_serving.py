@@ -32,7 +32,7 @@ PENALTIES_WITHOUT_TRITON_BYTES = 4096
 
 
 def outside_torch(held: dict[str, int]) -> dict[str, int]:
-    """Holdings without those of the caching allocator, which depend on the holes that loading weights left."""
+    """Holdings without those of the caching allocator, which the audits compare."""
     return {owner: num_bytes for owner, num_bytes in held.items() if not owner.startswith("torch segment")}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -354,7 +354,7 @@ EVERY_FEATURE = {
 }  # fmt: skip
 AUDITS = (
     audit_of("01-seed"),
-    audit_of("06-xccl-off", audit={"sampling": []}),
+    replace(audit_of("06-xccl-off", audit={"sampling": []}), name="06-xccl-off, greedy"),
     Case("tiny dense, every feature", {"audit": EVERY_FEATURE}, releases=("0.23.0",)),
     Case("tiny MoE, EP 2, every feature", EP_2 | {"audit": EVERY_FEATURE}, releases=("0.23.0",)),
     Case("tiny dense, greedy, asleep", {"audit": {"sampling": [], "sleep_level": 2}}),

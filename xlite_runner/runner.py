@@ -249,7 +249,7 @@ class NPUModelRunner:
             BatchDescriptor(num_tokens),
             max_tokens_across_dp=num_tokens if alone else target.max_tokens_across_dp,
             attn_metadata=metadata,
-            reserved_mc2_mask=self.mc2_mask,
+            reserved_mc2_mask=self.buffers.mc2_mask,
             cos=None if target.cos is None else target.cos[:, :num_tokens],
             sin=None if target.sin is None else target.sin[:, :num_tokens],
         )

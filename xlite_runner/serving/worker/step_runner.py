@@ -272,8 +272,8 @@ class StepRunner:
             query_lens=inputs.query_lens,
             seq_lens=inputs.seq_lens,
             num_actual_tokens=inputs.num_tokens,
-            block_tables=runner.buffers.block_table[: len(inputs.query_lens)].clone(),
-            slot_mapping=runner.buffers.slot_mapping,
+            block_tables=runner.buffers.batch.block_table[: len(inputs.query_lens)].clone(),
+            slot_mapping=runner.buffers.batch.slot_mapping,
         )
         return runner.make_draft_context(
             state.context, dict.fromkeys(runner.attention_layers, metadata), inputs.num_tokens

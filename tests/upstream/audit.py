@@ -122,7 +122,7 @@ class _UpstreamModelRunner:
     def __init__(self, runner: Any) -> None:
         self.model_memory_usage = int(runner.model_memory_usage)
         self.get_model = runner.get_model
-        self.model = _Wrapped(runner.xlite_model) if hasattr(runner, "xlite_model") else runner.model
+        self.model = _Wrapped(runner.model) if "freq_cis" in vars(runner.model) else runner.model
 
 
 class _Wrapped:

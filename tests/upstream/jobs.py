@@ -36,7 +36,7 @@ from tests.upstream.cases import (
     Case,
 )
 from tests.upstream.engine import import_upstream, start
-from tests.upstream.random_cases import random_case
+from tests.upstream.random_cases import SEEDS, random_case
 from tests.upstream.ranks import end_with_parent, in_processes
 from tests.upstream.serving import serve_case
 from xlite_runner.scenario import Scenario, load_scenario
@@ -91,7 +91,8 @@ def servings(release: str, names: Sequence[str]) -> Iterator[Job]:
 
 
 def random_jobs(release: str, seeds: Sequence[str]) -> Iterator[Job]:
-    """The random cases of some seeds."""
+    """The random cases of some seeds, by default those of every day."""
+    seeds = seeds or list(map(str, SEEDS))
     with tempfile.TemporaryDirectory() as folder:
         cases = [random_case(int(seed), Path(folder)) for seed in seeds]
     for seed, case in zip(seeds, cases, strict=True):

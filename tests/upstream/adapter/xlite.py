@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from xlite_runner.simulation import ledgers
+
 ROWS = 4
 
 
@@ -151,7 +153,8 @@ def test_profile_run_in_decode_only_mode_executes_the_runnable(wrapper, paths, f
 
 def test_pool_is_as_large_as_the_model_asks(upstream, wrapper):
     asked = wrapper.xlite_model.get_tensor_pool_size() << 20
-    held = [row["num_bytes"] for row in upstream.result.ledger if row["owner"] == "xlite pool"]
+    rows = ledgers(upstream.world)[upstream.result.rank]
+    held = [row.num_bytes for row in rows if row.owner == "xlite pool"]
     page = 2 << 20
     assert held == [-(-asked // page) * page]
     assert f"xlite runtime pool size: {asked >> 20} MB" in upstream.result.log_lines

@@ -55,7 +55,9 @@ slow = pytest.mark.slow
     ("params", "settings"),
     [
         pytest.param(GREEDY, {}, id="whole prompts"),
-        pytest.param(GREEDY, {"async_scheduling": True, "num_speculative_tokens": 1}, id="asynchronously with drafts"),
+        pytest.param(
+            GREEDY, {"async_scheduling": True, "num_speculative_tokens": 1}, id="asynchronously with drafts", marks=slow
+        ),
         pytest.param(SEEDED, {"max_num_batched_tokens": 48}, id="seeded in chunks"),
         pytest.param(GREEDY, {"max_num_batched_tokens": 48}, id="in chunks", marks=slow),
         pytest.param(GREEDY, {"num_speculative_tokens": 1}, id="with drafts", marks=slow),

@@ -10,6 +10,8 @@ from typing import Any, Literal
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MODELS = Path(__file__).parent / "models"
+PENALTIES_WITHOUT_TRITON_BYTES = 4096
+"""xlite_runner applies penalties by torch's operators, which keep small temporaries that a Triton kernel does not."""
 RELEASES = ("0.22.1", "0.23.0")
 """Releases of vllm that the suite is about; what else is installed is tried by ``test_other_releases.py``."""
 ON_ANY_RELEASE = ("tiny dense", "tiny MoE, EP 2", "seed, rank 0", "tiny dense, greedy", "seed, greedy")

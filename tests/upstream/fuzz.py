@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.upstream.cases import RELEASES, ServingCase
+from tests.upstream.cases import PENALTIES_WITHOUT_TRITON_BYTES, RELEASES, ServingCase
 from tests.upstream.conftest import run_upstream
 from tests.upstream.environment import Environment, UpstreamNotFoundError
 from tests.upstream.random_cases import random_case
@@ -27,8 +27,6 @@ from tests.upstream.runner_side import serve_by_runner
 from xlite_runner.errors import XliteRunnerError
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-PENALTIES_WITHOUT_TRITON_BYTES = 4096
-"""xlite_runner applies penalties by torch's operators, which keep small temporaries that a Triton kernel does not."""
 NOT_ON_THE_DOUBLE = ("UnmodelledCallError", "UnmodelledNameError", "UncomputedValueError")
 BATCH = 40
 """Cases between two imports of upstream."""
@@ -112,8 +110,7 @@ def _differences(case: ServingCase, ours: Mapping[str, Any], theirs: Mapping[str
 
 def _ledger_differences(when: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> Iterator[str]:
     for owner in sorted({*ours, *theirs}):
-        if not owner.startswith("torch segment"):  # those depend on the holes that loading weights left
-            yield from _difference(f"ledger {when} serving, {owner}", ours.get(owner, 0), theirs.get(owner, 0))
+        yield from _difference(f"ledger {when} serving, {owner}", ours.get(owner, 0), theirs.get(owner, 0))
 
 
 def _difference(what: str, ours: int, theirs: int, allowed: int = 0) -> Iterator[str]:

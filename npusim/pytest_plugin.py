@@ -17,7 +17,7 @@ import pytest
 from npusim.errors import NpusimError
 from npusim.testing import marks
 from npusim.testing.capabilities import Hooks, capabilities, own_capabilities
-from npusim.testing.choice import DEVICES, Choice, not_simulated, prepare, prepare_early, prepare_folder, read_choice
+from npusim.testing.choice import DEVICES, Choice, prepare, prepare_early, prepare_folder, read_choice, use_doubles
 from npusim.testing.summary import Summary
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def npu_world(request: pytest.FixtureRequest) -> Iterator[SimWorld | None]:
 
 
 def _make_world(settings: Mapping[str, Any]) -> SimWorld:
-    problem = not_simulated()
+    problem = use_doubles()
     if problem:
         pytest.fail(problem, pytrace=False)
     from npusim.world import SimWorld

@@ -104,7 +104,7 @@ def prepare(choice: Choice) -> None:
     if choice.device == "npu":
         _require_npu()
     elif choice.explicit:
-        problem = not_simulated()
+        problem = use_doubles()
         if problem:
             raise pytest.UsageError(problem)
 
@@ -131,8 +131,8 @@ def _check_profile(profile: str) -> None:
         raise pytest.UsageError(f"--npusim-profile: {error}") from None
 
 
-def not_simulated() -> str | None:
-    """Let vendor packages be the doubles from now on; or why that cannot be."""
+def use_doubles() -> str | None:
+    """Let vendor packages be the doubles from now on; returns why that cannot be, if it cannot."""
     if "torch_npu" in sys.modules and not is_double(sys.modules["torch_npu"].__file__):
         return (
             "the simulated device cannot be used: the real torch_npu was imported into this process, by a test, by a "

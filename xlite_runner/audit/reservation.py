@@ -96,6 +96,11 @@ def measure_serving(worker: NPUWorker, kv_cache_beside: Callable[[int], float]) 
         else:
             raise measured.last.error
     needed = max(needed, tried)
+    if measured.last.error is not None:
+        logger.warning(
+            "Serving ran out of memory beside the last KV cache that was tried: %s GiB more are set aside, untried.",
+            format_gib(needed - tried),
+        )
     logger.info(
         "Serving takes %s GiB besides the KV cache, at most in: %s.", format_gib(needed), measured.worst.case.name
     )

@@ -51,9 +51,16 @@ class FusedMoE(nn.Module):
         self.w2_weight = self.build.weight(self.local_num_experts, hidden_size, intermediate_size)
 
     def process_weights_after_loading(self) -> None:
-        """Turn [output, input] as in checkpoints into [input, output] as the kernels want; a copy at a time."""
-        for weight in (self.w13_weight, self.w2_weight):
-            weight.data = self.build.maybe_trans_nz(weight.data.transpose(1, 2).contiguous())
+        """Turn [output, input] as in checkpoints into [input, output] as the kernels want, and into their format.
+
+        Both are turned before either is cast, and what was turned lives until the end, as in upstream's frame.
+        """
+        weights, turned = (self.w13_weight, self.w2_weight), []
+        for weight in weights:
+            turned.append(weight.data.transpose(1, 2).contiguous())
+            weight.data = turned[-1]
+        for weight in weights:
+            weight.data = self.build.maybe_trans_nz(weight.data)
 
     def forward(
         self, hidden_states: torch.Tensor, router_logits: torch.Tensor, context: ForwardContext
